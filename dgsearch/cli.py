@@ -1,0 +1,293 @@
+"""The commands: options in, functions of the line called, results printed. No logic."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+app = typer.Typer(
+    name="dgsearch",
+    help="Search for the training method and hyperparameters that make an image classifier work in a domain "
+    "nobody has seen.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Build and check data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+screen = Console(stderr=True, highlight=False)
+
+StudyPath = Annotated[Path, typer.Argument(metavar="STUDY", help="A study directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Data = Annotated[Path, typer.Option(help="The data set: a folder DATA/<domain>/<class>/<image>.")]
+TrackingUri = Annotated[
+    Optional[str],  # noqa: UP045 - typer reads it
+    typer.Option(help="MLflow store; else $MLFLOW_TRACKING_URI, else a SQLite file in the study."),
+]
+
+
+def _out(text: str) -> None:
+    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=screen, transient=True)
+
+
+@data_app.command("build")
+def data_build(
+    name: Annotated[str, typer.Argument(help="Which set: digits.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    seed: Annotated[int, typer.Option(help="Of every random draw in it.")] = 0,
+) -> None:
+    """Build a data set that needs no download. Example: dgsearch data build digits --out data/digits."""
+    from dgsearch.component import known_or_raise
+    from dgsearch.domains.digits import build_digits
+
+    known_or_raise("built-in data set", name, ["digits"])
+    with _bar() as bar:
+        task = bar.add_task(f"building {name}")
+        build_digits(out, seed=seed, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    _out(f"{name}: {out}")
+
+
+@app.command()
+def methods(
+    name: Annotated[Optional[str], typer.Argument(help="One choice, or a slot.")] = None,  # noqa: UP045
+    as_json: AsJson = False,
+) -> None:
+    """List what can be searched: slots, choices, ranges and defaults. Example: dgsearch methods coral."""
+    from dgsearch.line import as_json as to_json
+    from dgsearch.report.catalogue import catalogue, render_catalogue
+
+    found = catalogue(name)
+    _out(to_json(found) if as_json else render_catalogue(found))
+
+
+@app.command()
+def search(
+    data: Data,
+    study: Annotated[Path, typer.Option(help="The study directory: made, or gone on with.")],
+    space: Annotated[str, typer.Option(help="A shipped search space, or a TOML file.")] = "quick",
+    targets: Annotated[str, typer.Option(help="Domains held out, a fold each: all, or NAME,NAME.")] = "all",
+    sources: Annotated[Optional[str], typer.Option(help="Source domains NAME,NAME; else all others.")] = None,  # noqa: UP045
+    trials: Annotated[int, typer.Option(min=1, help="Trials a fold.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps a trial.")] = 300,
+    network: Annotated[str, typer.Option(help="The network.")] = "small_cnn",
+    resolution: Annotated[int, typer.Option(min=8, help="Pixels a side.")] = 32,
+    batch_size: Annotated[Optional[int], typer.Option(min=1, help="Examples a domain; fixes it.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(help="Of splits, initial weights, order and sampler.")] = 0,
+    executor: Annotated[str, typer.Option(help="ray, or local: in this process, one by one.")] = "ray",
+    address: Annotated[str, typer.Option(help="Ray cluster: local, auto or HOST:PORT.")] = "local",
+    max_concurrent: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Trials at once; else as many as fit."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads a trial computes with.")] = 1,
+    cpus_per_trial: Annotated[float, typer.Option(min=0, help="CPUs a trial reserves.")] = 1,
+    gpus_per_trial: Annotated[float, typer.Option(min=0, help="GPUs a trial reserves; may be a fraction.")] = 0,
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16 (autocast).")] = "float32",
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Search a space on every fold. The same command again goes on after an interruption.
+
+    Example: dgsearch search --data data/digits --space quick --study runs/digits
+    """
+    from dgsearch import line
+    from dgsearch.report.progress import TrialLines
+    from dgsearch.tracking.projection import resolve_uri
+    from dgsearch.tracking.writer import Writer
+
+    opened = line.open_study(
+        study,
+        data=data,
+        space=space,
+        targets=targets,
+        sources=sources,
+        network=network,
+        resolution=resolution,
+        batch_size=batch_size,
+        steps=steps,
+        seed=seed,
+        threads=threads,
+        precision=precision,
+    )
+    where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
+    lines = TrialLines(opened, trials=trials, console=screen)
+    began = time.perf_counter()
+    try:
+        with Writer(opened, resolve_uri(opened, tracking_uri)) as writer, _bar() as bar:
+            tasks: dict[str, Any] = {}
+
+            def decoding(name: str, done: int, total: int) -> None:
+                if name not in tasks:
+                    tasks[name] = bar.add_task(f"decoding {name}")
+                bar.update(tasks[name], completed=done, total=total)
+                if done == total:
+                    bar.remove_task(tasks[name])
+
+            def event(kind: str, record: Any) -> None:
+                lines(kind, record)
+                writer.poke()
+
+            line.search(opened, space=space, trials=trials, executor=where, on_event=event, progress=decoding)
+    except KeyboardInterrupt:
+        screen.print("interrupted: nothing that ended is lost. The same command goes on.")
+        raise typer.Exit(130) from None
+    screen.print(f"searched for {time.perf_counter() - began:.0f} s; next: dgsearch select {study}")
+
+
+@app.command()
+def status(study: StudyPath, as_json: AsJson = False) -> None:
+    """Say how far a search is. Example: dgsearch status runs/digits."""
+    import pandas as pd
+
+    from dgsearch import line
+    from dgsearch.report.tables import render
+    from dgsearch.study import Study
+
+    found = line.status(Study.open(study))
+    if as_json:
+        _out(line.as_json(found))
+        return
+    rows = [
+        {"held out": ", ".join(f["held_out"]) or "none"}
+        | f["trials"]
+        | {"best source accuracy": f["best_source_accuracy"]}
+        for f in found["folds"]
+    ]
+    _out(render(pd.DataFrame(rows).astype({"best source accuracy": float}), form="table"))
+
+
+@app.command()
+def select(
+    study: StudyPath,
+    criterion: Annotated[str, typer.Option(help="How: training-domain.")] = "training-domain",
+    as_json: AsJson = False,
+) -> None:
+    """Select each fold's model by source validation. Example: dgsearch select runs/digits."""
+    from dataclasses import asdict
+
+    from dgsearch import line
+    from dgsearch.report.tables import render, result_frame
+    from dgsearch.study import Study
+    from dgsearch.tracking.writer import project_quietly
+
+    opened = Study.open(study)
+    selection = line.select(opened, criterion=criterion)
+    project_quietly(opened)
+    if as_json:
+        _out(line.as_json({k: v for k, v in asdict(selection).items() if k != "read"}))
+    else:
+        frame = result_frame(selection.folds).dropna(axis="columns", how="all")
+        _out(render(frame, form="table", title=f"selected by {criterion}"))
+        screen.print(f"next: dgsearch evaluate {study}")
+
+
+@app.command()
+def evaluate(study: StudyPath, as_json: AsJson = False) -> None:
+    """Open the held-out domains for the selected models. Example: dgsearch evaluate runs/digits."""
+    from dataclasses import asdict
+
+    from dgsearch import line
+    from dgsearch.report.tables import render, result_frame
+    from dgsearch.study import Study
+    from dgsearch.tracking.writer import project_quietly
+
+    opened = Study.open(study)
+    report = line.evaluate_study(opened, progress=lambda name: screen.print(f"opening {name}"))
+    project_quietly(opened)
+    if as_json:
+        _out(line.as_json({k: v for k, v in asdict(report).items() if k != "read"}))
+    else:
+        _out(render(result_frame(report.folds), form="table", title=f"selected by {report.criterion}"))
+
+
+@app.command()
+def report(
+    study: StudyPath,
+    form: Annotated[str, typer.Option("--format", help="table, markdown or csv.")] = "table",
+) -> None:
+    """Print the result table. Example: dgsearch report runs/digits --format markdown."""
+    from dgsearch.component import known_or_raise
+    from dgsearch.evaluation import Report
+    from dgsearch.report.tables import FORMATS, render, result_frame
+    from dgsearch.selection import Selection
+    from dgsearch.study import Study
+
+    known_or_raise("format", form, FORMATS)
+    opened = Study.open(study)
+    found = Report.load(opened) or Selection.load(opened)
+    _out(render(result_frame(found.folds), form=form, title=f"selected by {found.criterion}"))
+
+
+@app.command()
+def track(study: StudyPath, tracking_uri: TrackingUri = None) -> None:
+    """Write the whole study to MLflow again; twice changes nothing. Example: dgsearch track runs/digits."""
+    from dgsearch.study import Study
+    from dgsearch.tracking.projection import Projection, resolve_uri
+
+    opened = Study.open(study)
+    uri = resolve_uri(opened, tracking_uri)
+    Projection(opened, uri).sync()
+    _out(f"tracked at {uri}")
+
+
+@app.command()
+def ui(
+    study: StudyPath,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On this machine only.")] = 5000,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Open the MLflow UI on the study's store. Example: dgsearch ui runs/digits."""
+    from dgsearch.study import Study
+    from dgsearch.tracking.ui import serve_ui
+
+    serve_ui(Study.open(study), port=port, uri=tracking_uri)
+
+
+@app.command()
+def train(
+    trial: Annotated[Path, typer.Argument(metavar="TRIAL.json", help="A trial.json of a study.")],
+    data: Data,
+    as_json: AsJson = False,
+) -> None:
+    """Train one trial again, alone. Example: dgsearch train runs/digits/folds/0/trials/0003/trial.json."""
+    from dataclasses import asdict
+
+    from dgsearch import line
+    from dgsearch.study import recorded_best
+
+    with _bar() as bar:
+        task = bar.add_task("training")
+        result, differs = line.train_again(
+            trial,
+            data=data,
+            report=lambda e: bar.update(task, completed=e.step, description=f"training: {e.mean:.4f}"),
+        )
+    before = recorded_best(trial)
+    found = asdict(result.best) | {"source_accuracy": result.best.mean, "recorded": before}
+    if as_json:
+        _out(line.as_json(found))
+        return
+    _out(f"source accuracy {result.best.mean:.6f} at step {result.best.step}")
+    for name, accuracy in result.best.accuracy.items():
+        _out(f"  {name} {accuracy:.6f}")
+    if before is not None:
+        _out(f"recorded {before:.6f}: {'identical' if before == result.best.mean else 'different'}")
+    if differs:
+        _out(f"versions differ: {differs}")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        screen.print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""Reading named domains of a data set, and nothing else."""

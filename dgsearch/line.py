@@ -1,0 +1,244 @@
+"""The straight line as functions: search, status, select, evaluate, train; what the commands call."""
+
+import importlib.metadata
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgsearch import selection
+from dgsearch.component import known_or_raise
+from dgsearch.domains.batches import Sources
+from dgsearch.domains.cache import default_cache_dir, open_images
+from dgsearch.domains.layout import domain_names, read_domain
+from dgsearch.evaluation import Report, evaluate
+from dgsearch.recipe import decode
+from dgsearch.search.engine import Engine
+from dgsearch.search.local import run_local
+from dgsearch.search.trial import Training
+from dgsearch.search_space import read_space
+from dgsearch.selection import Selection
+from dgsearch.study import STATES, Fold, Specification, Study, TrialRecord, read_json
+from dgsearch.train import Evaluation, TrialResult, run_trial
+
+Event = Callable[[str, TrialRecord], None]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Where trials run: ``ray`` (a cluster) or ``local`` (this process, one after another)."""
+
+    kind: str = "ray"
+    address: str = "local"
+    max_concurrent: int | None = None
+    cpus_per_trial: float = 1
+    gpus_per_trial: float = 0
+
+
+def plan_folds(data: Path, *, targets: str = "all", sources: str | None = None) -> tuple[Fold, ...]:
+    """Return the folds: one for each target named, which is held out and never opened.
+
+    ``targets`` is ``all`` or names with commas; ``sources`` names the source domains, else they are all
+    others. With ``sources`` given, a target need not exist.
+
+    Raises:
+        ValueError: for an unknown domain, or a fold without a source.
+    """
+    known = domain_names(data)
+    named = None if sources is None else _names(sources)
+    for name in named or []:
+        known_or_raise("source domain", name, known, where=str(data))
+    held_out = known if targets == "all" else _names(targets)
+    if named is not None and targets == "all":
+        held_out = [name for name in known if name not in named] or [""]
+    folds = []
+    for target in held_out:
+        if named is None:
+            known_or_raise("target domain", target, known, where=str(data))
+        rest = [name for name in (named if named is not None else known) if name != target]
+        if not rest:
+            raise ValueError(f"no source domain is left when {target!r} is held out of {data}")
+        folds.append(Fold(len(folds), tuple(rest), (target,) if target else ()))
+    return tuple(folds)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"expected different domain names with commas between, not {text!r}")
+    return names
+
+
+def open_study(
+    path: Path,
+    *,
+    data: Path,
+    space: str,
+    targets: str = "all",
+    sources: str | None = None,
+    network: str = "small_cnn",
+    resolution: int = 32,
+    batch_size: int | None = None,
+    steps: int = 300,
+    seed: int = 0,
+    threads: int = 1,
+    precision: str = "float32",
+) -> Study:
+    """Create a study, or open the one that the same arguments created; source domains are indexed."""
+    if min(steps, resolution, threads) < 1 or (batch_size is not None and batch_size < 1):
+        raise ValueError("steps, resolution, batch size and threads must be at least 1")
+    read = read_space(space, network=network, batch_size=batch_size)
+    folds = plan_folds(data, targets=targets, sources=sources)
+    for fold in folds:
+        for family in read.families:
+            chosen = {slot: names[0] for slot, names in family.choices.items()}
+            for cls in family.components(chosen).values():
+                if len(fold.sources) < cls.min_domains:
+                    raise ValueError(
+                        f"family {family.name!r} needs at least {cls.min_domains} source domains ({cls.choice()}), "
+                        f"and the fold that holds out {', '.join(fold.held_out) or 'none'} has {len(fold.sources)}"
+                    )
+    names = sorted({name for fold in folds for name in fold.sources})
+    indexes = [read_domain(data, name) for name in names]
+    specification = Specification(
+        data=str(data.resolve()),
+        fingerprints={index.name: index.fingerprint for index in indexes},
+        space=read.name,
+        space_hash=read.hash,
+        network=network,
+        resolution=resolution,
+        steps=steps,
+        batch_size=batch_size,
+        seed=seed,
+        threads=threads,
+        precision=precision,
+        folds=folds,
+        version=importlib.metadata.version("dgsearch"),
+    )
+    return Study.create(path, specification, indexes)
+
+
+def search(
+    study: Study,
+    *,
+    space: str,
+    trials: int = 8,
+    executor: Executor = Executor(),  # noqa: B008 - frozen
+    cache_dir: Path | None = None,
+    on_event: Event = lambda kind, record: None,
+    progress: Progress = lambda name, done, total: None,
+) -> None:
+    """Run a study's search until each fold has its trials; go on where an earlier session left off."""
+    specification = study.specification
+    known_or_raise("executor", executor.kind, ("ray", "local"))
+    read = read_space(space, network=specification.network, batch_size=specification.batch_size)
+    engine = Engine(study, read, trials=trials, on_event=on_event)
+    cache = cache_dir or default_cache_dir()
+    for name in specification.fingerprints:
+        index = read_domain(specification.data, name)
+        open_images(
+            index,
+            resolution=specification.resolution,
+            cache_dir=cache,
+            progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
+        )
+    on_gpu = executor.gpus_per_trial > 0 if executor.kind == "ray" else torch.cuda.is_available()
+    trial = Training(
+        network=specification.network,
+        steps=specification.steps,
+        resolution=specification.resolution,
+        seed=specification.seed,
+        device="cuda" if on_gpu else "cpu",
+        threads=specification.threads,
+        precision=specification.precision,
+        cache_dir=cache,
+    )
+    if engine.left == 0:
+        return
+    if executor.kind == "local":
+        run_local(engine, trial)
+        return
+    from dgsearch.search.ray_tune import run_ray  # Ray takes seconds to import
+
+    run_ray(
+        engine,
+        trial,
+        address=executor.address,
+        max_concurrent=executor.max_concurrent,
+        cpus_per_trial=executor.cpus_per_trial,
+        gpus_per_trial=executor.gpus_per_trial,
+    )
+
+
+def status(study: Study) -> dict[str, Any]:
+    """Return for each fold how many trials there are in each state, and the best source accuracy so far."""
+    folds = []
+    for fold in study.folds:
+        trials = study.trials(fold.number)
+        best = max((e.mean for t in trials if t.state == "complete" and (e := t.best)), default=None)
+        counts = {state: sum(t.state == state for t in trials) for state in STATES}
+        folds.append({"held_out": list(fold.held_out), "trials": counts, "best_source_accuracy": best})
+    return {"folds": folds}
+
+
+def select(study: Study, *, criterion: str = "training-domain") -> Selection:
+    """Select a trial for each fold by source validation."""
+    return selection.select(study, criterion=criterion)
+
+
+def evaluate_study(
+    study: Study, *, cache_dir: Path | None = None, progress: Callable[[str], None] = lambda name: None
+) -> Report:
+    """Evaluate a study's selection on the domains held out; a report there is already is given again."""
+    chosen = Selection.load(study)
+    report = Report.load(study)
+    if report is not None and report.read == chosen.read:
+        return report
+    return evaluate(study, chosen, cache_dir=cache_dir or default_cache_dir(), progress=progress)
+
+
+def train_again(
+    trial_file: Path,
+    *,
+    data: Path,
+    report: Callable[[Evaluation], None] = lambda evaluation: None,
+    cache_dir: Path | None = None,
+) -> tuple[TrialResult, str]:
+    """Train one trial again, alone, from its ``trial.json``; return the result and what differs here.
+
+    Raises:
+        ValueError: if the file is not a trial's.
+    """
+    if not trial_file.is_file():
+        raise ValueError(f"no file {trial_file}: expected the trial.json of a trial")
+    values = read_json(trial_file)
+    needed = ("recipe", "sources", "network", "steps", "resolution", "seed", "threads", "precision")
+    missing = [name for name in needed if not isinstance(values, dict) or name not in values]
+    if missing:
+        raise ValueError(f"{trial_file} is not a trial: it lacks {', '.join(missing)}")
+    indexes = tuple(read_domain(data, name) for name in values["sources"])
+    versions = {
+        name: (version, importlib.metadata.version(name)) for name, version in values.get("versions", {}).items()
+    }
+    differs = ", ".join(f"{name} {then} → {now}" for name, (then, now) in versions.items() if then != now)
+    result = run_trial(
+        decode(values["recipe"], where=str(trial_file)),
+        Sources(indexes, values["resolution"], cache_dir or default_cache_dir()),
+        network=values["network"],
+        steps=values["steps"],
+        seed=values["seed"],
+        threads=values["threads"],
+        precision=values["precision"],
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        report=report,
+    )
+    return result, differs
+
+
+def as_json(value: Any) -> str:
+    """Return plain data as JSON text."""
+    return json.dumps(value, indent=2, ensure_ascii=False)

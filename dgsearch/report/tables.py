@@ -1,0 +1,68 @@
+"""The result table of a study: for each held-out domain, what was selected and how it does there."""
+
+import io
+from collections.abc import Iterable
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from dgsearch.evaluation import Evaluated
+from dgsearch.recipe import decode, parameters
+from dgsearch.selection import Selected
+
+FORMATS = ("table", "markdown", "csv")
+FIGURES = ("source accuracy", "target accuracy", "target macro-F1", "gap")
+
+
+def result_frame(folds: Iterable[Selected]) -> pd.DataFrame:
+    """Return a row a fold, and a last one with means; target figures are NaN before `dgsearch evaluate`."""
+    rows = []
+    for fold in folds:
+        target, f1 = (fold.target_accuracy, fold.target_macro_f1) if isinstance(fold, Evaluated) else (None, None)
+        rows.append(
+            {
+                "held out": ", ".join(fold.held_out) or "none",
+                "family": fold.family,
+                "trial": str(fold.trial),
+                "hyperparameters": _short(fold),
+                "source accuracy": fold.source_accuracy,
+                "target accuracy": target,
+                "target macro-F1": f1,
+                "gap": None if target is None else fold.source_accuracy - target,
+            }
+        )
+    frame = pd.DataFrame(rows).astype(dict.fromkeys(FIGURES, float))
+    mean = {"held out": "mean", "family": "", "trial": "", "hyperparameters": ""}
+    return pd.concat([frame, pd.DataFrame([mean | frame[list(FIGURES)].mean().to_dict()])], ignore_index=True)
+
+
+def _short(fold: Selected) -> str:
+    values = parameters(decode(fold.recipe))
+    return " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+
+
+def render(frame: pd.DataFrame, *, form: str, title: str = "", width: int | None = None) -> str:
+    """Return a frame as text: ``table`` for a terminal, ``markdown`` or ``csv``; figures with three decimals."""
+    if form == "csv":
+        return frame.to_csv(index=False, float_format="%.4f")
+    cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
+    if form == "markdown":
+        lines = [list(frame.columns), ["---"] * len(frame.columns), *cells]
+        return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines) + "\n"
+    table = Table(title=title or None)
+    for column in frame.columns:
+        numeric = pd.api.types.is_numeric_dtype(frame[column])
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for n, line in enumerate(cells):
+        table.add_row(*line, end_section=n == len(cells) - 2)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return "" if pd.isna(value) else f"{value:.3f}"
+    return str(value)

@@ -1,0 +1,1 @@
+"""The search: an engine that knows Optuna, and two executors of its trials."""

@@ -1,0 +1,45 @@
+"""A search's real trial, as a worker runs it: an assignment trained, its best weights left in its folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from dgsearch.domains.batches import Sources
+from dgsearch.domains.layout import DomainIndex
+from dgsearch.recipe import decode
+from dgsearch.search.engine import Assignment, Outcome, Report
+from dgsearch.train import run_trial
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all trials of a search share. Called with an assignment, it trains it."""
+
+    network: str
+    steps: int
+    resolution: int
+    seed: int
+    device: str
+    threads: int
+    precision: str
+    cache_dir: Path
+
+    def __call__(self, assignment: Assignment, report: Report) -> Outcome:
+        """Train the assignment's recipe on its sources."""
+        indexes = tuple(DomainIndex.load(Path(path)) for path in assignment.sources)
+        folder = Path(assignment.folder)
+        result = run_trial(
+            decode(assignment.recipe),
+            Sources(indexes, self.resolution, self.cache_dir),
+            network=self.network,
+            steps=self.steps,
+            seed=self.seed,
+            device=self.device,
+            threads=self.threads,
+            precision=self.precision,
+            report=report,
+            checkpoint_dir=folder,
+        )
+        save_file(result.weights, folder / "weights.safetensors")
+        return Outcome("complete", weights="weights.safetensors")

@@ -1,0 +1,231 @@
+"""Study: the directory a search leaves behind, and the record of everything that happened in it.
+
+    study.json                    the specification: data, space, network, budget, folds
+    domains/0.json …              the index of each source domain
+    folds/0/journal.log           Optuna's journal
+    folds/0/verdicts.jsonl        early stopping: value, rung and verdict, in the order they were given
+    folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, and a folder a session with weights
+    selection.json, evaluation.json, openings.jsonl
+
+Folders carry numbers only: a trial is never told, even by a path, which domain its fold holds out.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dgsearch.domains.layout import DomainIndex
+from dgsearch.train import Evaluation
+
+STATES = ("complete", "pruned", "failed", "running")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON aside and put it in place in one move, on the disk before it is in place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a broken one raises a ValueError that names it."""
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Append one line of JSON; a line that an earlier writer left cut in half is dropped first."""
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(value).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """Yield the whole lines of a file of JSON lines; a last line cut in half is left out."""
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Source domains, and the domains held out. ``number`` is all that a trial knows of the fold."""
+
+    number: int
+    sources: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What a study searches and how; two commands go on with one study only if these agree."""
+
+    data: str
+    fingerprints: dict[str, str]  # of each source domain
+    space: str
+    space_hash: str
+    network: str
+    resolution: int
+    steps: int
+    batch_size: int | None
+    seed: int
+    threads: int
+    precision: str
+    folds: tuple[Fold, ...]
+    version: str = ""
+
+    def difference(self, other: "Specification") -> str | None:
+        """Return what differs from another specification in a way that would change results, or None."""
+        mine, theirs = asdict(self), asdict(other)
+        for name in mine:
+            if name not in ("data", "version") and mine[name] != theirs[name]:
+                return f"{name.replace('_', ' ')}: {_short(mine[name])} there, {_short(theirs[name])} here"
+        return None
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return ", ".join("+".join(fold["held_out"]) or "none" for fold in value) + " held out"
+    text = str(value)
+    return text if len(text) < 200 else f"{text[:200]}…"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """A trial as the study records it."""
+
+    fold: int
+    number: int
+    family: str
+    recipe: dict[str, Any]
+    default: bool
+    folder: Path
+    evaluations: tuple[Evaluation, ...] = ()
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """Return complete, pruned, failed or running (which an interrupted one is too)."""
+        return self.result.get("state", "running")
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the highest mean source accuracy, the earliest of equals."""
+        return max(self.evaluations, key=lambda e: e.mean, default=None)
+
+    @property
+    def weights(self) -> Path | None:
+        """Where the best weights are kept, if they are."""
+        name = self.result.get("weights")
+        return self.folder / name if name else None
+
+
+class Study:
+    """A study directory: the specification and the records in it."""
+
+    def __init__(self, path: Path, specification: Specification) -> None:
+        self.path = path
+        self.specification = specification
+
+    @property
+    def folds(self) -> tuple[Fold, ...]:
+        """The folds, by number."""
+        return self.specification.folds
+
+    @classmethod
+    def create(cls, path: Path, specification: Specification, indexes: list[DomainIndex]) -> "Study":
+        """Create the directory, or open it if it was created with the same specification.
+
+        Raises:
+            ValueError: if it holds another study (what differs is said), or something else, or can't be
+                written.
+        """
+        file = path / "study.json"
+        try:
+            if file.exists():
+                study = cls.open(path)
+                difference = study.specification.difference(specification)
+                if difference is not None:
+                    raise ValueError(f"the study {path} is of another search ({difference}); give a new --study")
+                return study
+            if path.exists() and any(entry.name != "domains" for entry in path.iterdir()):
+                raise ValueError(f"{path} holds something that is not a study; give a new --study")
+            for number, index in enumerate(indexes):
+                (path / "domains").mkdir(parents=True, exist_ok=True)
+                index.save(path / "domains" / f"{number}.json")
+            write_json(file, asdict(specification))
+        except OSError as error:
+            raise ValueError(f"can't write the study {path}: {error.strerror}") from None
+        return cls(path, specification)
+
+    @classmethod
+    def open(cls, path: Path) -> "Study":
+        """Open a study directory.
+
+        Raises:
+            ValueError: if there is none at ``path``.
+        """
+        file = path / "study.json"
+        if not file.is_file():
+            raise ValueError(f"no study at {path}: {file} does not exist; `dgsearch search --study` makes one")
+        values = read_json(file)
+        folds = tuple(Fold(f["number"], tuple(f["sources"]), tuple(f["held_out"])) for f in values.pop("folds"))
+        return cls(path, Specification(**values, folds=folds))
+
+    def index_path(self, domain: str) -> Path:
+        """Return where a source domain's index is kept."""
+        number = list(self.specification.fingerprints).index(domain)
+        return self.path / "domains" / f"{number}.json"
+
+    def fold_dir(self, fold: int) -> Path:
+        """Return a fold's folder."""
+        return self.path / "folds" / str(fold)
+
+    def trial_dir(self, fold: int, number: int) -> Path:
+        """Return a trial's folder."""
+        return self.fold_dir(fold) / "trials" / f"{number:04d}"
+
+    def trial(self, fold: int, number: int) -> TrialRecord:
+        """Return the record of one trial."""
+        folder = self.trial_dir(fold, number)
+        begun = read_json(folder / "trial.json")
+        result = folder / "result.json"
+        return TrialRecord(
+            fold,
+            number,
+            begun["family"],
+            begun["recipe"],
+            begun["default"],
+            folder,
+            tuple(Evaluation(**e) for e in read_lines(folder / "evaluations.jsonl")),
+            read_json(result) if result.exists() else {},
+        )
+
+    def trials(self, fold: int) -> list[TrialRecord]:
+        """Return the records of a fold's trials that have begun, by number."""
+        files = (self.fold_dir(fold) / "trials").glob("*/trial.json")
+        return [self.trial(fold, number) for number in sorted(int(file.parent.name) for file in files)]
+
+
+def recorded_best(trial_file: Path) -> float | None:
+    """Return the best mean source accuracy recorded beside a ``trial.json``, if there is a record."""
+    evaluations = [Evaluation(**e) for e in read_lines(trial_file.with_name("evaluations.jsonl"))]
+    return max((e.mean for e in evaluations), default=None)

@@ -1,0 +1,1 @@
+"""Tracking: MLflow shows a study; the study knows nothing of MLflow."""

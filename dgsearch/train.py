@@ -1,0 +1,327 @@
+"""run_trial: one recipe trained on source domains only, judged on their validation parts."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dgsearch.domains.batches import OpenSources, Sources
+from dgsearch.networks import Network, Normalisation, build_network
+from dgsearch.randomness import seed_of, seeded
+from dgsearch.recipe import Recipe, encode
+from dgsearch.step import Closure, DomainBatch, EpochEnd, Progress, Step, cosines, domain_gradients, masks
+
+EVALUATIONS = 20  # a trial
+
+
+class StopTrial(Exception):  # noqa: N818 - a verdict, not an error
+    """Raised by ``report`` to end a trial early."""
+
+
+class DivergedError(RuntimeError):
+    """A loss is no longer finite."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The validated weights' figures on each source's validation part after ``step`` steps.
+
+    ``log`` holds diagnostics over the steps since the evaluation before; ``seconds`` is training time so far,
+    over all sessions of the trial.
+    """
+
+    step: int
+    accuracy: dict[str, float]
+    loss: dict[str, float]
+    log: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy over source domains: what selects, in a trial and between trials."""
+        return sum(self.accuracy.values()) / len(self.accuracy)
+
+    @property
+    def worst(self) -> float:
+        """The least accuracy of a source domain."""
+        return min(self.accuracy.values())
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A trial run to its end: every evaluation, the best one, and its weights (state dict, on the CPU)."""
+
+    evaluations: tuple[Evaluation, ...]
+    best: Evaluation
+    weights: dict[str, Tensor]
+    classes: tuple[str, ...]
+    normalisation: Normalisation
+
+
+def ignore(_: Evaluation) -> None:
+    """Do nothing with an evaluation."""
+
+
+def evaluation_steps(steps: int) -> list[int]:
+    """Return after which steps a trial is evaluated: every 5 % of them, the last included."""
+    return sorted({math.ceil(steps * k / EVALUATIONS) for k in range(1, EVALUATIONS + 1)})
+
+
+@torch.no_grad()
+def predict(model: nn.Module, batches: Iterable[DomainBatch]) -> tuple[Tensor, Tensor]:
+    """Return logits [N, K] and class ids [N] of batches in order, in evaluation mode; the mode is put back."""
+    mode = model.training
+    model.eval()
+    try:
+        outputs = [(model(batch.x)[1].flatten(0, 1), batch.y.flatten()) for batch in batches]
+    finally:
+        model.train(mode)
+    logits, y = zip(*outputs, strict=True)
+    return torch.cat(logits), torch.cat(y)
+
+
+@contextlib.contextmanager
+def threads_of_torch(threads: int) -> Iterator[None]:
+    """Compute with this many threads until the exit: results depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_trial(
+    recipe: Recipe,
+    sources: Sources,
+    *,
+    network: str,
+    steps: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+    threads: int = 1,
+    precision: str = "float32",
+    report: Callable[[Evaluation], None] = ignore,
+    checkpoint_dir: Path | None = None,
+) -> TrialResult:
+    """Train ``recipe`` on ``sources`` and return its evaluations and best weights by source validation.
+
+    At each of 20 evaluations the full state is written to ``checkpoint_dir`` (where given), then ``report``
+    is called, which may raise StopTrial. Called again with the same arguments it goes on from that state,
+    to the same weights bit for bit, and reports the evaluation it found once more.
+
+    Raises:
+        ValueError: if the recipe can't run on these sources, or the checkpoint is another trial's.
+        DivergedError: if a loss is no longer finite.
+        StopTrial: as ``report`` raised it.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    recipe = recipe.resolve(network)
+    recipe.check(len(sources.domains))
+    device = torch.device(device)
+    with (
+        threads_of_torch(threads),
+        sources.open(seed=seed, device=device, withhold_guide=recipe.needs_guide) as opened,
+    ):
+        normalisation = opened.normalisation()
+        num_classes = len(sources.classes)
+        model = build_network(
+            network,
+            num_classes=num_classes,
+            normalisation=normalisation,
+            seed=seed,
+            dropout=recipe.training.dropout,
+            freeze_bn=bool(recipe.training.freeze_bn),
+            precision=precision,
+        ).to(device, memory_format=torch.channels_last)
+        facts = (encode(recipe), [d.fingerprint for d in sources.domains], sources.resolution, network, steps)
+        trial = _Trial(recipe, model, opened, steps=steps, seed=seed, num_classes=num_classes)
+        trial.run(report, checkpoint_dir, identity=f"{seed_of(json.dumps(facts), seed, precision):x}")
+    assert trial.best is not None
+    return TrialResult(tuple(trial.evaluations), trial.best, trial.best_weights, sources.classes, normalisation)
+
+
+class _Trial:
+    """The state of a running trial, and its loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Network,
+        sources: OpenSources,
+        *,
+        steps: int,
+        seed: int,
+        num_classes: int,
+    ) -> None:
+        self.model = model
+        self.sources = sources
+        self.steps = steps
+        self.seed = seed
+        self.batch_size = int(recipe.training.batch_size or 0)
+        self.objective = seeded(
+            lambda: recipe.objective.build(  # type: ignore[attr-defined]
+                num_domains=len(sources.names), num_features=model.num_features, num_classes=num_classes
+            ),
+            seed,
+            "objective",
+        ).to(sources.device)
+        network_group = {"params": list(model.parameters()), "part": "network", "lr_ratio": 1.0}
+        own = [{**group, "part": "objective"} for group in self.objective.parameter_groups()]
+        self.optimizer = recipe.optimizer.build([network_group, *own], seed=seed)  # type: ignore[attr-defined]
+        self.gradient = recipe.gradient.build(seed=seed)  # type: ignore[attr-defined]
+        self.epoch_end = recipe.epoch_end.build(seed=seed)  # type: ignore[attr-defined]
+        self.average = recipe.average.build(model)  # type: ignore[attr-defined]
+        shortest = min(len(positions) for positions in sources.trained_on)
+        self.epoch_steps = math.ceil(shortest / self.batch_size)
+        self.step = 0
+        self.seconds = 0.0
+        self.evaluations: list[Evaluation] = []
+        self.best: Evaluation | None = None
+        self.best_weights: dict[str, Tensor] = {}
+        self.edits: dict[str, float] = {}  # what the last epoch-end edit had to say
+        self._means: dict[str, list[Tensor]] = {}  # since the last evaluation
+
+    def run(self, report: Callable[[Evaluation], None], checkpoint_dir: Path | None, *, identity: str) -> None:
+        """Train to the end, from a checkpoint where there is one."""
+        path = None if checkpoint_dir is None else checkpoint_dir / "checkpoint.pt"
+        if path is not None and path.exists():
+            self.load(path, identity)
+            report(self.evaluations[-1])
+        at = set(evaluation_steps(self.steps))
+        began = time.perf_counter() - self.seconds
+        while self.step < self.steps:
+            batch = self.train_step()
+            if self.step not in at:
+                continue
+            evaluation = self.evaluate(batch, seconds=time.perf_counter() - began)
+            self.seconds = evaluation.seconds
+            if path is not None:
+                self.save(path, identity)
+            report(evaluation)
+
+    def train_step(self) -> DomainBatch:
+        """Do one step and what follows it; return its batch."""
+        before = Progress(self.step, self.steps)
+        batch = self.sources.batch(self.step, size=self.batch_size)
+        closure = Closure(self.model, self.objective, self.optimizer, batch, before, seed=self.seed)
+        self.optimizer.step(self.gradient(Step(self.model, self.objective, batch, before, closure)))
+        assert closure.losses is not None, "the optimizer or the gradient intervention never called the closure"
+        for name, value in {"train/loss": closure.losses.total, **closure.losses.log}.items():
+            self._means.setdefault(name, []).append(value)
+        self.step += 1
+        after = Progress(self.step, self.steps)
+        if self.step % self.epoch_steps == 0:
+            train, guide = self.sources.part("train"), self.sources.part("guide")
+            end = EpochEnd(self.model, self.objective, self.optimizer, train, guide, after)
+            self.edits = self.epoch_end(end)
+        self.average.update(after)
+        return batch
+
+    def evaluate(self, batch: DomainBatch, *, seconds: float) -> Evaluation:
+        """Validate the weights that the average yields, and keep them if they are the best yet."""
+        raw = self.validate()
+        self.average.observe(sum(loss for _, loss in raw.values()) / len(raw), Progress(self.step, self.steps))
+        weights = self.average.weights()
+        with _swapped(self.model, weights):
+            figures = raw if weights is None else self.validate()
+            log = {name: torch.stack(values).mean().item() for name, values in self._means.items()}
+            self._means.clear()
+            evaluation = Evaluation(
+                self.step,
+                {name: accuracy for name, (accuracy, _) in figures.items()},
+                {name: loss for name, (_, loss) in figures.items()},
+                log | self.agreement(batch) | self.edits,
+                seconds,
+            )
+            if not all(math.isfinite(v) for v in (log["train/loss"], *evaluation.loss.values())):
+                raise DivergedError(f"not finite after {self.step} steps: training loss {log['train/loss']:g}")
+            if self.best is None or evaluation.mean > self.best.mean:
+                self.best = evaluation
+                self.best_weights = {
+                    name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    for name, value in self.model.state_dict().items()
+                }
+        self.evaluations.append(evaluation)
+        return evaluation
+
+    def validate(self) -> dict[str, tuple[float, float]]:
+        """Return accuracy and mean cross-entropy on each source's validation part."""
+        found = {}
+        for d, name in enumerate(self.sources.names):
+            logits, y = predict(self.model, self.sources.part("validation", domain=d))
+            accuracy = (logits.argmax(1) == y).double().mean().item()
+            found[name] = (accuracy, functional.cross_entropy(logits.double(), y).item())
+        return found
+
+    def agreement(self, batch: DomainBatch) -> dict[str, float]:
+        """Return the mean and least cosine between domain gradients on the step's batch."""
+        if len(batch.domains) < 2:
+            return {}
+        progress = Progress(self.step - 1, self.steps)  # the masks of the step just done
+        with masks(self.model, self.objective, domains=batch.domains, draw=(self.seed, progress.step)):
+            _, gradients = domain_gradients(self.model, self.objective, batch, progress)
+        found = cosines(gradients)
+        return {"gradient_agreement/mean": found.mean().item(), "gradient_agreement/min": found.min().item()}
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("model", "objective", "optimizer", "epoch_end", "average")}
+
+    def save(self, path: Path, identity: str) -> None:
+        """Write the full state aside, and put it in place in one move."""
+        state = {
+            "identity": identity,
+            "step": self.step,
+            "seconds": self.seconds,
+            "evaluations": [asdict(e) for e in self.evaluations],
+            "best": self.evaluations.index(self.best) if self.best else None,
+            "best_weights": self.best_weights,
+            "edits": self.edits,
+            **{name: part.state_dict() for name, part in self._stateful.items()},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        with aside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+
+    def load(self, path: Path, identity: str) -> None:
+        """Take the state that ``save`` wrote."""
+        state = torch.load(path, map_location=self.sources.device, weights_only=True)
+        if state["identity"] != identity:
+            raise ValueError(f"the checkpoint {path} belongs to a trial with other settings")
+        self.step, self.seconds, self.edits = state["step"], state["seconds"], state["edits"]
+        self.evaluations = [Evaluation(**e) for e in state["evaluations"]]
+        self.best = self.evaluations[state["best"]]
+        self.best_weights = {k: v.cpu() for k, v in state["best_weights"].items()}
+        for name, part in self._stateful.items():
+            part.load_state_dict(state[name])
+
+
+@contextlib.contextmanager
+def _swapped(model: nn.Module, weights: dict[str, Tensor] | None) -> Iterator[None]:
+    """Give the model other parameters until the exit; None leaves its own."""
+    parameters = dict(model.named_parameters())
+    own = {} if weights is None else {name: parameters[name].detach().clone() for name in weights}
+    with torch.no_grad():
+        for name in own:
+            parameters[name].copy_((weights or {})[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in own.items():
+                parameters[name].copy_(value)
