@@ -45,7 +45,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return features [..., F] and logits [..., K] of images [..., C, H, W] in [0, 1]."""
-        images = x.flatten(0, -4) if x.dim() > 4 else x  # [N, C, H, W]
+        images = x.reshape(-1, *x.shape[-3:])  # [N, C, H, W]
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             features = self.dropout(self.featurizer((images - self.mean) / self.deviation))  # [N, F]
             logits = self.classifier(features)  # [N, K]

@@ -140,14 +140,13 @@ def probing(*modules: nn.Module) -> Iterator[None]:
     In training mode batch norm still normalises by the forward's own batch. Backward inside the block.
     """
     buffers = [buffer for module in modules for buffer in module.buffers()]
-    before = [(buffer._version, buffer.detach().clone()) for buffer in buffers]
+    before = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, (version, value) in zip(buffers, before, strict=True):
-                if buffer._version != version:
-                    buffer.copy_(value)
+        for buffer, value in zip(buffers, before, strict=True):
+            # Through .data: where nothing changed, a graph that saved the buffer must stay valid.
+            buffer.data.copy_(value)
 
 
 class Closure:

@@ -67,13 +67,13 @@ HEIGHT = (15.0, 24.0)
 STRETCH = (0.8, 1.2)
 """syn: width of the digit over the width its font gives it."""
 ROTATION = 25.0
-"""syn: turned by up to this, degrees, either way (beyond some 40 a 6 is a 9)."""
+"""syn: turned by up to this, degrees, either way: a 6 stays a 6."""
 SHEAR = 0.2
 """syn: slanted by up to this, pixels across a pixel up, either way."""
 SHIFT = 3.5
 """syn: moved off the centre by up to this, pixels, in each direction."""
 NEIGHBOUR = 0.75
-"""syn: chance that another digit stands at the left; and, drawn apart, at the right."""
+"""syn: chance that another digit stands at the left, and independently at the right."""
 GAP = (0.02, 0.18)
 """syn: space between two digits, of the digit's height."""
 PHOTO_SHARE = 0.5
@@ -339,8 +339,11 @@ def _fonts() -> list[ImageFont.FreeTypeFont]:
     folder = _package_folder("matplotlib") / "mpl-data" / "fonts" / "ttf"
     fonts = []
     for name in FONTS:
+        path = folder / f"{name}.ttf"
+        if not path.is_file():
+            raise ValueError(f"matplotlib's font '{path}' is missing; pip install --force-reinstall matplotlib")
         # The basic layout, because the other one needs a library of the system.
-        font = ImageFont.truetype(str(folder / f"{name}.ttf"), DRAWN, layout_engine=ImageFont.Layout.BASIC)
+        font = ImageFont.truetype(str(path), DRAWN, layout_engine=ImageFont.Layout.BASIC)
         _, top, _, bottom = font.getbbox("0", anchor="ls")
         fonts.append(font.font_variant(size=round(DRAWN * DRAWN / (bottom - top))))
     return fonts
