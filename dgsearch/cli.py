@@ -36,7 +36,7 @@ def _out(text: str) -> None:
 
 def _bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=screen, transient=True)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
 
 @data_app.command("build")
@@ -100,9 +100,9 @@ def search(
     """
     from dgsearch import line
     from dgsearch.report.progress import TrialLines
-    from dgsearch.tracking.projection import resolve_uri
     from dgsearch.tracking.writer import Writer
 
+    where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
     opened = line.open_study(
         study,
         data=data,
@@ -117,11 +117,10 @@ def search(
         threads=threads,
         precision=precision,
     )
-    where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
     lines = TrialLines(opened, trials=trials, console=screen)
     began = time.perf_counter()
     try:
-        with Writer(opened, resolve_uri(opened, tracking_uri)) as writer, _bar() as bar:
+        with Writer(opened, uri=tracking_uri) as writer, _bar() as bar:
             tasks: dict[str, Any] = {}
 
             def decoding(name: str, done: int, total: int) -> None:
@@ -156,12 +155,12 @@ def status(study: StudyPath, as_json: AsJson = False) -> None:
         _out(line.as_json(found))
         return
     rows = [
-        {"held out": ", ".join(f["held_out"]) or "none"}
+        {"held_out": ", ".join(f["held_out"]) or "none"}
         | f["trials"]
-        | {"best source accuracy": f["best_source_accuracy"]}
+        | {"best_source_accuracy": f["best_source_accuracy"]}
         for f in found["folds"]
     ]
-    _out(render(pd.DataFrame(rows).astype({"best source accuracy": float}), form="table"))
+    _out(render(pd.DataFrame(rows).astype({"best_source_accuracy": float}), form="table"))
 
 
 @app.command()
@@ -230,12 +229,13 @@ def report(
 def track(study: StudyPath, tracking_uri: TrackingUri = None) -> None:
     """Write the whole study to MLflow again; twice changes nothing. Example: dgsearch track runs/digits."""
     from dgsearch.study import Study
-    from dgsearch.tracking.projection import Projection, resolve_uri
+    from dgsearch.tracking.projection import project
+    from dgsearch.tracking.store import shown
 
-    opened = Study.open(study)
-    uri = resolve_uri(opened, tracking_uri)
-    Projection(opened, uri).sync()
-    _out(f"tracked at {uri}")
+    projected = project(Study.open(study), tracking_uri)
+    for problem in projected.problems:
+        screen.print(problem, markup=False)
+    _out(f"{projected.trials} trials are at {shown(projected.uri)} as experiment {projected.experiment!r}")
 
 
 @app.command()

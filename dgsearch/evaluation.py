@@ -94,7 +94,7 @@ def _measure(
         precision=specification.precision,
     )
     model.load_state_dict(load_file(path))
-    model.to(device, memory_format=torch.channels_last)
+    model.to(device).to(memory_format=torch.channels_last)
     predicted, truth = [], []
     ids = {name: k for k, name in enumerate(classes)}
     with threads_of_torch(specification.threads):

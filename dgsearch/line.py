@@ -38,6 +38,9 @@ class Executor:
     cpus_per_trial: float = 1
     gpus_per_trial: float = 0
 
+    def __post_init__(self) -> None:
+        known_or_raise("executor", self.kind, ("ray", "local"))
+
 
 def plan_folds(data: Path, *, targets: str = "all", sources: str | None = None) -> tuple[Fold, ...]:
     """Return the folds: one for each target named, which is held out and never opened.
@@ -55,7 +58,7 @@ def plan_folds(data: Path, *, targets: str = "all", sources: str | None = None) 
     held_out = known if targets == "all" else _names(targets)
     if named is not None and targets == "all":
         held_out = [name for name in known if name not in named] or [""]
-    folds = []
+    folds: list[Fold] = []
     for target in held_out:
         if named is None:
             known_or_raise("target domain", target, known, where=str(data))
@@ -134,7 +137,6 @@ def search(
 ) -> None:
     """Run a study's search until each fold has its trials; go on where an earlier session left off."""
     specification = study.specification
-    known_or_raise("executor", executor.kind, ("ray", "local"))
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
     engine = Engine(study, read, trials=trials, on_event=on_event)
     cache = cache_dir or default_cache_dir()

@@ -20,6 +20,9 @@ class Network(nn.Module):
     so losses and penalties are computed in float32.
     """
 
+    mean: Tensor  # [C, 1, 1]
+    deviation: Tensor  # [C, 1, 1]
+
     def __init__(
         self,
         featurizer: nn.Module,

@@ -73,7 +73,7 @@ class Recipe:
     def resolve(self, network: str) -> "Recipe":
         """Return the recipe with the fields that depend on the network's kind filled in."""
         kind = network_kind(network)
-        return Recipe(**{slot: component.resolve(kind) for slot, component in self.components.items()})
+        return Recipe(**{s: c.resolve(kind) for s, c in self.components.items()})  # type: ignore[arg-type]
 
     def check(self, num_domains: int) -> None:
         """Raise a ValueError if a component can't run on that many source domains."""

@@ -82,7 +82,7 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
         chosen.append(
             Selected(fold.held_out, fold.sources, trial.number, trial.family, trial.recipe, score(best), best.step)
         )
-        read += [(t.fold, t.number, [asdict(e) for e in t.evaluations]) for t in complete]
+        read += [(t.fold, t.number, [(e.step, e.accuracy) for e in t.evaluations]) for t in complete]
     digest = hashlib.blake2b(json.dumps(read).encode(), digest_size=16).hexdigest()
     selection = Selection(criterion, tuple(chosen), digest)
     path = study.path / FILE

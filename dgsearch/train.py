@@ -143,7 +143,8 @@ def run_trial(
             dropout=recipe.training.dropout,
             freeze_bn=bool(recipe.training.freeze_bn),
             precision=precision,
-        ).to(device, memory_format=torch.channels_last)
+        ).to(device)
+        model.to(memory_format=torch.channels_last)
         facts = (encode(recipe), [d.fingerprint for d in sources.domains], sources.resolution, network, steps)
         trial = _Trial(recipe, model, opened, steps=steps, seed=seed, num_classes=num_classes)
         trial.run(report, checkpoint_dir, identity=f"{seed_of(json.dumps(facts), seed, precision):x}")

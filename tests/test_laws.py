@@ -123,9 +123,7 @@ class _Setting:
         with opened:
             self.batch = opened.batch(0, size=4)
             normalisation = opened.normalisation()
-        self.model = networks.build_network(
-            "law_net", num_classes=3, normalisation=normalisation, seed=5, dropout=0.2
-        )
+        self.model = networks.build_network("law_net", num_classes=3, normalisation=normalisation, seed=5, dropout=0.2)
         self.objective = self.recipe.objective.build(num_domains=3, num_features=8, num_classes=3)
         groups = [{"params": list(self.model.parameters()), "part": "network", "lr_ratio": 1.0}]
         groups += [{**group, "part": "objective"} for group in self.objective.parameter_groups()]

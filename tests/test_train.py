@@ -64,9 +64,7 @@ def test_a_checkpoint_of_another_trial_is_refused(sources, tmp_path):
 
 
 def test_bfloat16_trains(sources):
-    result = run_trial(
-        Recipe(training=SMALL), sources, network="small_cnn", steps=30, seed=0, precision="bfloat16"
-    )
+    result = run_trial(Recipe(training=SMALL), sources, network="small_cnn", steps=30, seed=0, precision="bfloat16")
     assert result.best.mean > 0.8 and all(v.dtype == torch.float32 for v in result.weights.values())
 
 

@@ -44,9 +44,7 @@ class Sources:
 class OpenSources:
     """Opened source domains. Use as a context manager: at the exit no memory map is left open."""
 
-    def __init__(
-        self, sources: Sources, *, seed: int, device: torch.device, withhold_guide: bool
-    ) -> None:
+    def __init__(self, sources: Sources, *, seed: int, device: torch.device, withhold_guide: bool) -> None:
         ids = {name: k for k, name in enumerate(sources.classes)}
         self.names = sources.names
         self.seed = seed
@@ -61,8 +59,7 @@ class OpenSources:
             if len(positions) == 0:
                 raise ValueError(f"domain {name!r} has no example left to train on")
         self.images = [
-            open_images(index, resolution=sources.resolution, cache_dir=sources.cache_dir)
-            for index in sources.domains
+            open_images(index, resolution=sources.resolution, cache_dir=sources.cache_dir) for index in sources.domains
         ]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # the current epoch's, a domain
 

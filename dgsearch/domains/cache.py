@@ -65,9 +65,7 @@ def open_images(
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _build(
-    index: DomainIndex, path: Path, resolution: int, progress: Callable[[int, int], None] | None
-) -> None:
+def _build(index: DomainIndex, path: Path, resolution: int, progress: Callable[[int, int], None] | None) -> None:
     aside = path.with_suffix(".partial")
     try:
         shape = (len(index), resolution, resolution, 3)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from dgsearch.component import known_or_raise
 
@@ -46,8 +47,8 @@ class DomainIndex:
     @classmethod
     def load(cls, path: Path) -> "DomainIndex":
         """Read an index that ``save`` wrote."""
-        values = json.loads(path.read_text())
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        values: dict[str, Any] = json.loads(path.read_text())
+        return cls(**values | {k: tuple(v) for k, v in values.items() if isinstance(v, list)})
 
 
 def domain_names(root: str | Path) -> list[str]:

@@ -12,34 +12,39 @@ from dgsearch.recipe import decode, parameters
 from dgsearch.selection import Selected
 
 FORMATS = ("table", "markdown", "csv")
-FIGURES = ("source accuracy", "target accuracy", "target macro-F1", "gap")
+FIGURES = ("source_accuracy", "target_accuracy", "target_macro_f1", "gap")
+HEADINGS = {"source_accuracy": "source", "target_accuracy": "target", "target_macro_f1": "macro-F1"}
 
 
 def result_frame(folds: Iterable[Selected]) -> pd.DataFrame:
-    """Return a row a fold, and a last one with means; target figures are NaN before `dgsearch evaluate`."""
+    """Return a row a fold, and a last one with means; target figures are NaN before `dgsearch evaluate`.
+
+    ``source_accuracy`` is the mean over the sources' validation parts, ``target_accuracy`` that on the domain
+    held out, ``gap`` their difference.
+    """
     rows = []
     for fold in folds:
         target, f1 = (fold.target_accuracy, fold.target_macro_f1) if isinstance(fold, Evaluated) else (None, None)
         rows.append(
             {
-                "held out": ", ".join(fold.held_out) or "none",
+                "held_out": ", ".join(fold.held_out) or "none",
                 "family": fold.family,
                 "trial": str(fold.trial),
-                "hyperparameters": _short(fold),
-                "source accuracy": fold.source_accuracy,
-                "target accuracy": target,
-                "target macro-F1": f1,
+                "source_accuracy": fold.source_accuracy,
+                "target_accuracy": target,
+                "target_macro_f1": f1,
                 "gap": None if target is None else fold.source_accuracy - target,
+                "hyperparameters": _short(fold),
             }
         )
     frame = pd.DataFrame(rows).astype(dict.fromkeys(FIGURES, float))
-    mean = {"held out": "mean", "family": "", "trial": "", "hyperparameters": ""}
+    mean = {"held_out": "mean", "family": "", "trial": "", "hyperparameters": ""}
     return pd.concat([frame, pd.DataFrame([mean | frame[list(FIGURES)].mean().to_dict()])], ignore_index=True)
 
 
 def _short(fold: Selected) -> str:
     values = parameters(decode(fold.recipe))
-    return " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+    return ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
 def render(frame: pd.DataFrame, *, form: str, title: str = "", width: int | None = None) -> str:
@@ -48,18 +53,22 @@ def render(frame: pd.DataFrame, *, form: str, title: str = "", width: int | None
         return frame.to_csv(index=False, float_format="%.4f")
     cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
     if form == "markdown":
-        lines = [list(frame.columns), ["---"] * len(frame.columns), *cells]
+        lines = [[_heading(c) for c in frame.columns], ["---"] * len(frame.columns), *cells]
         return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines) + "\n"
     table = Table(title=title or None)
     for column in frame.columns:
         numeric = pd.api.types.is_numeric_dtype(frame[column])
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(_heading(column), justify="right" if numeric else "left", overflow="fold")
     for n, line in enumerate(cells):
-        table.add_row(*line, end_section=n == len(cells) - 2)
+        table.add_row(*(cell.replace(", ", "\n") for cell in line), end_section=n == len(cells) - 2)
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def _heading(column: str) -> str:
+    return HEADINGS.get(column, column.replace("_", " "))
 
 
 def _cell(value: object) -> str:

@@ -64,7 +64,7 @@ def run_guarded(trial: Trial, assignment: Assignment, report: Report) -> Outcome
         return trial(assignment, report)
     except StopTrial:
         return Outcome("pruned")
-    except Exception as error:  # noqa: BLE001 - a component may raise anything
+    except Exception as error:  # a component may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome("failed", f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
 

@@ -54,11 +54,24 @@ def milliseconds(file: Path) -> int:
 
 @dataclass(frozen=True)
 class Description:
-    """What a trial's run is called and carries."""
+    """What a run is called and carries besides figures."""
 
     name: str
     tags: dict[str, str]
     params: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A trial's figures, with times in milliseconds since it began.
+
+    These times follow from the record, so that a point sent twice is one point.
+    """
+
+    curves: dict[int, list[Point]]  # of each evaluation, by its step
+    final: list[Point]  # for when it ended: at its best evaluation, and its cost
+    accuracy: float | None  # of its best evaluation
+    seconds: float
 
 
 def fold_description(study: Study, fold: Fold, *, study_id: str) -> Description:
@@ -115,31 +128,29 @@ def stop_reason(record: TrialRecord) -> str:
     return reason[:LONGEST_REASON]
 
 
-def curve_points(evaluation: Evaluation, *, start: int) -> list[Point]:
-    """Return an evaluation's points; ``start`` is when the run began, in milliseconds.
+def trial_figures(record: TrialRecord) -> Figures:
+    """Return what a trial measured."""
+    curves = {e.step: curve_points(e) for e in record.evaluations}
+    best = record.best
+    if best is None:
+        return Figures(curves, [], None, 0.0)
+    last = record.evaluations[-1]
+    figures = {"val/accuracy": best.mean}
+    figures |= {f"val/accuracy/{safe_name(domain)}": value for domain, value in best.accuracy.items()}
+    final = [(name, float(value), round(best.seconds * 1000), best.step) for name, value in figures.items()]
+    final.append(("cost/seconds", last.seconds, round(last.seconds * 1000), last.step))
+    return Figures(curves, final, best.mean, last.seconds)
 
-    Their times follow from the record, so that a point sent twice is one point.
-    """
+
+def curve_points(evaluation: Evaluation) -> list[Point]:
+    """Return an evaluation's points."""
     figures = {"curve/accuracy": evaluation.mean, "curve/worst": evaluation.worst}
     for kind, values in (("accuracy", evaluation.accuracy), ("loss", evaluation.loss)):
         figures |= {f"curve/{kind}/{safe_name(domain)}": value for domain, value in values.items()}
     for name, value in evaluation.log.items():
         figures[safe_name(f"log/{name}" if name.startswith(OURS) else name)] = value
-    at = start + round(evaluation.seconds * 1000)
+    at = round(evaluation.seconds * 1000)
     return [(name, float(value), at, evaluation.step) for name, value in figures.items()]
-
-
-def final_points(record: TrialRecord, *, start: int) -> list[Point]:
-    """Return the points of a trial that ended: its figures at its best evaluation, and its cost."""
-    best = record.best
-    if best is None:
-        return []
-    last = record.evaluations[-1]
-    figures = {"val/accuracy": best.mean}
-    figures |= {f"val/accuracy/{safe_name(domain)}": value for domain, value in best.accuracy.items()}
-    at = start + round(best.seconds * 1000)
-    points = [(name, float(value), at, best.step) for name, value in figures.items()]
-    return [*points, ("cost/seconds", last.seconds, start + round(last.seconds * 1000), last.step)]
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from dgsearch.study import Fold, Study, TrialRecord, read_json
 from dgsearch.tracking.describe import (
+    Description,
     Ended,
+    Figures,
     Point,
     best_points,
-    curve_points,
     experiment_name,
-    final_points,
     fold_description,
     in_order,
     milliseconds,
     note,
     trial_description,
+    trial_figures,
 )
 from dgsearch.tracking.store import (
     alone,
     artifacts,
     connect,
     default_uri,
-    is_server,
+    is_database,
     rehome,
     resolve_uri,
     shown,
@@ -69,13 +70,13 @@ class _Sent:
     steps: set[int] = field(default_factory=set)  # of the evaluations sent, or of the trials counted
 
 
-def project(study: Study, *, uri: str | None = None) -> Projected:
+def project(study: Study, uri: str | None = None) -> Projected:
     """Show a study in MLflow, whole: as if it had been sent from the start.
 
     Raises:
         ValueError: if the store can't be reached or refuses; what it took remains, and sending again goes on.
     """
-    return Projection(study, uri=uri).sync()
+    return Projection(study, uri).sync()
 
 
 class Projection:
@@ -85,7 +86,7 @@ class Projection:
     were deleted by hand come back.
     """
 
-    def __init__(self, study: Study, *, uri: str | None = None) -> None:
+    def __init__(self, study: Study, uri: str | None = None) -> None:
         self.study = study
         self.uri = resolve_uri(study, uri)
         self._client: MlflowClient | None = None
@@ -144,7 +145,7 @@ class Projection:
 
         mine = f"tags.`dgsearch.study` = '{self._id}'"
         found = self.client.search_experiments(view_type=ViewType.ALL, filter_string=mine)
-        place = None if is_server(self.uri) else artifacts(self.study).as_uri()
+        place = artifacts(self.study).as_uri() if is_database(self.uri) else None
         if not found:
             name = experiment_name(self.study)
             if self.client.get_experiment_by_name(name) is not None:
@@ -262,14 +263,15 @@ class Projection:
             try:
                 record = self._read(fold, number)
                 described = trial_description(record, self.study.specification, study_id=self._id)
+                figures = trial_figures(record)
             except FileNotFoundError:
                 continue  # its folder is there, and its first file not yet
-            except (ValueError, KeyError, TypeError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one record stops no other
                 folder = self.study.trial_dir(fold.number, number)
-                self._problems.append(f"trial {number} of {folder.parent.parent} can't be read: {_reason(error)}")
+                self._problems.append(f"the trial {folder} can't be read: {_reason(error)}")
                 continue
-            self._send_trial(record, described.name, described.tags, described.params, parent=sent)
-            running = running or record.state == "running"
+            self._send_trial(record, described, figures, parent=sent)
+            running = running or record.state not in STATUS
         self._send_best(sent, in_order(ended.values()))
         self._send_fold_status(sent, running=running, ended=ended)
 
@@ -286,39 +288,32 @@ class Projection:
             record = self.study.trial(fold.number, number)
         return record
 
-    def _send_trial(
-        self, record: TrialRecord, name: str, tags: dict[str, str], params: dict[str, str], *, parent: _Sent
-    ) -> None:
-        key = (record.fold, record.number)
-        sent = self._known(key)
+    def _send_trial(self, record: TrialRecord, described: Description, figures: Figures, *, parent: _Sent) -> None:
+        sent = self._known((record.fold, record.number))
         if record.number in self._ended[record.fold]:
             return  # another process has sent it to its end
+        tags = described.tags | {"mlflow.parentRunId": parent.id}
         if sent is None:
             begun = milliseconds(record.folder / "trial.json")
-            running = tags | {"dgsearch.state": "running", "mlflow.parentRunId": parent.id}
-            running.pop("dgsearch.stop_reason", None)
-            sent = self._create(key, name=name, tags=running, start=begun)
-        new = [e for e in record.evaluations if e.step not in sent.steps]
-        points = [point for e in new for point in curve_points(e, start=sent.start)]
+            as_begun = tags | {"dgsearch.state": "running"}
+            as_begun.pop("dgsearch.stop_reason", None)
+            sent = self._create((record.fold, record.number), name=described.name, tags=as_begun, start=begun)
         is_over = record.state in STATUS
+        steps = figures.curves.keys() - sent.steps
+        points = [point for step in sorted(steps) for point in figures.curves[step]]
+        points += figures.final if is_over else []
+        self._log(
+            sent,
+            points=[(name, value, sent.start + at, step) for name, value, at, step in points],
+            tags=tags,
+            params=described.params,
+        )
+        sent.steps |= steps
         if is_over:
-            points += final_points(record, start=sent.start)
-        if not sent.described or is_over:
-            tags = tags | {"mlflow.parentRunId": parent.id}
-            self._log(sent, points=points, tags=tags, params={} if sent.described else params)
-            sent.described = True
-        else:
-            self._log(sent, points=points)
-        sent.steps |= {e.step for e in new}
-        if is_over:
-            seconds = record.evaluations[-1].seconds if record.evaluations else 0.0
-            end = max(milliseconds(record.folder / "result.json"), sent.start + round(seconds * 1000))
-            status = STATUS[record.state]
-            self.client.set_terminated(sent.id, status, end)
-            sent.status = status
-            accuracy = None if record.best is None else record.best.mean
+            end = max(milliseconds(record.folder / "result.json"), sent.start + round(figures.seconds * 1000))
+            self.client.set_terminated(sent.id, STATUS[record.state], end)
             self._ended[record.fold][record.number] = Ended(
-                record.number, name, record.state, accuracy, seconds, end
+                record.number, described.name, record.state, figures.accuracy, figures.seconds, end
             )
 
     def _send_best(self, sent: _Sent, ended: Sequence[Ended]) -> None:
@@ -444,9 +439,7 @@ class Projection:
                 continue
             figures = {name: entry.get(f"target_{name}") for name in ("accuracy", "macro_f1")}
             at = milliseconds(file)
-            self._log(
-                parent, points=[(f"target/{n}", float(v), at, 0) for n, v in figures.items() if v is not None]
-            )
+            self._log(parent, points=[(f"target/{n}", float(v), at, 0) for n, v in figures.items() if v is not None])
             self.client.log_artifact(parent.id, str(file), "target")
             self._log(parent, tags={"dgsearch.evaluation": digest})
 

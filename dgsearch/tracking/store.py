@@ -57,9 +57,9 @@ def resolve_uri(study: Study, given: str | None = None) -> str:
     return given or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(study)
 
 
-def is_server(uri: str) -> bool:
-    """Whether an address is that of an MLflow server, which decides by itself where artifacts go."""
-    return uri.startswith(("http://", "https://"))
+def is_database(uri: str) -> bool:
+    """Whether an address is that of a database, and not of a server, which keeps artifacts itself."""
+    return uri.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def shown(uri: str) -> str:

@@ -19,7 +19,7 @@ from typing import IO
 from dgsearch.study import Study
 from dgsearch.tracking.describe import experiment_name
 from dgsearch.tracking.projection import project
-from dgsearch.tracking.store import artifacts, is_server, resolve_uri, shown
+from dgsearch.tracking.store import artifacts, is_database, resolve_uri, shown
 
 START_SECONDS = 120.0  # how long the server may take until it answers
 STOP_SECONDS = 5.0
@@ -45,12 +45,12 @@ def serve_ui(
         ValueError: if the port is in use, the host is not this machine's loopback, or the server won't start.
     """
     uri = resolve_uri(study, uri)
-    if is_server(uri):
+    if not is_database(uri):
         say(f"{shown(uri)} shows the study as experiment {experiment_name(study)!r}; sort by Created")
         return
     port = free_port(host, port=port)
     try:
-        projected = project(study, uri=uri)
+        projected = project(study, uri)
     except KeyboardInterrupt:
         return
     for problem in projected.problems:
@@ -95,9 +95,7 @@ def free_port(host: str, *, port: int) -> int:
 
 
 @contextlib.contextmanager
-def _server(
-    study: Study, uri: str, *, host: str, port: int
-) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _server(study: Study, uri: str, *, host: str, port: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """Run the server in a process group of its own, and end the group at the exit or at SIGTERM."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--artifacts-destination", str(artifacts(study))]
@@ -145,9 +143,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait_until_it_answers(
-    server: subprocess.Popen[bytes], output: IO[bytes], *, host: str, port: int
-) -> None:
+def _wait_until_it_answers(server: subprocess.Popen[bytes], output: IO[bytes], *, host: str, port: int) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if server.poll() is not None:

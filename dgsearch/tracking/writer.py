@@ -29,8 +29,8 @@ class Writer:
     def __init__(
         self,
         study: Study,
-        *,
         uri: str | None = None,
+        *,
         busy: float = BUSY,
         idle: float = IDLE,
         say: Callable[[str], None] = _to_stderr,
@@ -42,7 +42,7 @@ class Writer:
         self._say = say
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._problem: str | None = "nothing was sent yet"
+        self._problem: str | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> Self:
@@ -68,10 +68,9 @@ class Writer:
         self._thread.join(timeout)
         problem = self._problem
         if self._thread.is_alive():
-            problem = f"MLflow at {shown(self._uri)} has not taken all of {self._study.path} in {timeout:g} s"
-        if problem is None:
-            return None
-        return f"{problem}; nothing is lost, send it later with: {track_command(self._study, self._uri)}"
+            what = f"MLflow at {shown(self._uri)} has not taken all of {self._study.path} in {timeout:g} s"
+            problem = f"{what}; nothing is lost, send it later"
+        return f"{problem} with: {track_command(self._study, self._uri)}" if problem else None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -86,21 +85,28 @@ class Writer:
             self._say(line)
 
     def _run(self) -> None:
-        projection = Projection(self._study, uri=self._uri)
+        projection = Projection(self._study, self._uri)
         delay = self._busy
         while True:
             is_last = self._closing.is_set()
             self._wake.clear()
             try:
                 problems = projection.sync().problems
-                self._problem = "; ".join(problems[:3]) or None
+                self._problem = f"{'; '.join(problems[:3])}; when that is mended, send it" if problems else None
                 delay = self._busy
                 failed = False
             except Exception as error:  # noqa: BLE001 - nothing that happens here may reach the search
-                self._problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self._problem = f"{reason}; nothing is lost, send it later"
                 delay = min(2 * delay, LONGEST_DELAY)
                 failed = True
             if is_last:
                 return
             if not self._closing.wait(delay) and not failed:
                 self._wake.wait(self._idle)
+
+
+def project_quietly(study: Study, uri: str | None = None, *, say: Callable[[str], None] = _to_stderr) -> None:
+    """Send a study once, for a minute at most; what could not be sent is said in one line and no error."""
+    with Writer(study, uri, say=say):
+        pass

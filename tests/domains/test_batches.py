@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -81,9 +82,7 @@ def test_parts_come_in_order_with_one_domain_a_batch(sources):
 def test_the_normalisation_is_that_of_the_training_images(sources):
     with opened(sources) as data:
         mean, deviation = data.normalisation()
-        pixels = np.concatenate(
-            [i[p].reshape(-1, 3) / 255 for i, p in zip(data.images, data.trained_on, strict=True)]
-        )
+        pixels = np.concatenate([i[p].reshape(-1, 3) / 255 for i, p in zip(data.images, data.trained_on, strict=True)])
     assert mean == pytest.approx(pixels.mean(0)) and deviation == pytest.approx(pixels.std(0))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.search import engine as engine_module
-from dgsearch.search.engine import Assignment, Engine, Outcome, rungs, run_guarded, stops
+from dgsearch.search.engine import Assignment, Engine, Outcome, run_guarded, rungs, stops
 from dgsearch.search.local import run_local
 from dgsearch.search_space import space_from
 from dgsearch.study import Fold, Specification, Study, append_line, read_lines

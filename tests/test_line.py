@@ -1,0 +1,210 @@
+"""The whole line by its commands, on a real Ray cluster, with a real MLflow store; killed and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import DOMAINS, write_images
+
+from dgsearch.study import Study
+
+COMMAND = (sys.executable, "-m", "dgsearch")
+
+
+def dgsearch(*arguments, code=0, **options) -> subprocess.CompletedProcess:
+    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == code, f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def search_options(data: Path, study: Path, **more) -> list[str]:
+    options = {"data": data, "study": study, "space": "quick", "trials": 4, "steps": 20, "resolution": 16}
+    return ["search", *(str(x) for k, v in (options | more).items() for x in (f"--{k.replace('_', '-')}", v))]
+
+
+def trials_of(path: Path):
+    """Everything of every trial that a repetition must give again."""
+    study = Study.open(path)
+    return [
+        [(t.number, t.family, t.recipe, t.state, [(e.step, e.accuracy, e.loss, e.log) for e in t.evaluations])
+         for t in study.trials(fold.number)]
+        for fold in study.folds
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("line") / "data", count=20)
+
+
+@pytest.fixture(scope="module")
+def studies(data, tmp_path_factory):
+    """One search on Ray and the same in-process, one trial at a time."""
+    root = tmp_path_factory.mktemp("studies")
+    for executor in ("ray", "local"):
+        dgsearch(*search_options(data, root / executor, executor=executor, max_concurrent=1, targets="photo,sketch"))
+    return root
+
+
+def test_ray_and_local_give_the_same_trials(studies):
+    assert trials_of(studies / "ray") == trials_of(studies / "local")
+    assert [len(fold) for fold in trials_of(studies / "ray")] == [4, 4]
+
+
+def test_select_evaluate_report_status(studies, data):
+    study = studies / "ray"
+    status = json.loads(dgsearch("status", study, "--json").stdout)
+    assert [f["held_out"] for f in status["folds"]] == [["photo"], ["sketch"]]
+    for fold in status["folds"]:
+        assert sum(fold["trials"].values()) == 4 and fold["trials"]["running"] == 0
+        assert set(fold["trials"]) == {"complete", "pruned", "failed", "running"}
+    early = dgsearch("evaluate", study, code=2)
+    assert "has no selection: run `dgsearch select" in early.stderr and early.stderr.count("\n") == 1
+
+    selection = json.loads(dgsearch("select", study, "--json").stdout)
+    assert set(selection) == {"criterion", "folds"} and selection["criterion"] == "training-domain"
+    for fold, trials, counts in zip(selection["folds"], trials_of(study), status["folds"], strict=True):
+        keys = {"held_out", "sources", "trial", "family", "recipe", "source_accuracy", "step"}
+        assert set(fold) == keys
+        best = max(sum(a.values()) / 3 for t in trials if t[3] == "complete" for _, a, _, _ in t[4])
+        assert fold["source_accuracy"] == pytest.approx(best) == counts["best_source_accuracy"]
+        assert sorted(fold["sources"] + fold["held_out"]) == sorted(DOMAINS)
+    assert json.loads(dgsearch("select", study, "--json").stdout) == selection
+    table_before = dgsearch("report", study, "--format", "csv").stdout
+    assert not (study / "openings.jsonl").exists()
+
+    evaluation = json.loads(dgsearch("evaluate", study, "--json").stdout)
+    openings = [json.loads(line) for line in (study / "openings.jsonl").read_text().splitlines()]
+    assert [(o["fold"], o["domain"]) for o in openings] == [(0, "photo"), (1, "sketch")]
+    for fold, selected in zip(evaluation["folds"], selection["folds"], strict=True):
+        assert {k: fold[k] for k in selected} == selected
+        assert set(fold) - set(selected) == {"target_accuracy", "target_macro_f1"}
+        assert 0 <= fold["target_macro_f1"] <= 1
+        # Computed again, plainly: by training the trial again and predicting each held-out file.
+        assert fold["target_accuracy"] == pytest.approx(_target_accuracy(study, fold, data))
+    assert dgsearch("evaluate", study, "--json").stdout == json.dumps(evaluation, indent=2) + "\n"
+    assert len((study / "openings.jsonl").read_text().splitlines()) == 2
+
+    assert "photo" in dgsearch("report", study).stdout
+    markdown = dgsearch("report", study, "--format", "markdown").stdout.splitlines()
+    assert markdown[1].startswith("| --- |") and len(markdown) == 5
+    lines = dgsearch("report", study, "--format", "csv").stdout.splitlines()
+    assert (
+        lines != table_before.splitlines()
+        and len(lines) == 4
+        and lines[0].startswith("held_out,family,trial,source_accuracy,target_accuracy")
+    )
+    assert dgsearch("report", study, "--format", "pdf", code=2).stderr.startswith("error: unknown format 'pdf'")
+
+
+def _target_accuracy(study: Path, fold: dict, data: Path) -> float:
+    import numpy as np
+    import torch
+    from PIL import Image
+    from safetensors.torch import load_file
+
+    from dgsearch.networks import build_network
+
+    number = [["photo"], ["sketch"]].index(fold["held_out"])
+    record = Study.open(study).trial(number, fold["trial"])
+    model = build_network("small_cnn", num_classes=3, normalisation=((0.0,) * 3, (1.0,) * 3), seed=0)
+    model.load_state_dict(load_file(record.weights))
+    model.eval()
+    right = []
+    for path in sorted((data / fold["held_out"][0]).rglob("*.png")):
+        x = torch.from_numpy(np.asarray(Image.open(path)).copy()).permute(2, 0, 1).float() / 255
+        with torch.no_grad():
+            right.append(model(x)[1].argmax().item() == ["cat", "dog", "horse"].index(path.parent.name))
+    return sum(right) / len(right)
+
+
+def test_the_winner_trained_again_has_the_identical_accuracy(studies, data):
+    selection = json.loads(dgsearch("select", studies / "local", "--json").stdout)
+    for number, fold in enumerate(selection["folds"]):
+        trial = studies / "local" / "folds" / str(number) / "trials" / f"{fold['trial']:04d}" / "trial.json"
+        found = json.loads(dgsearch("train", trial, "--data", data, "--json").stdout)
+        assert found["source_accuracy"] == found["recorded"] == fold["source_accuracy"]
+        assert "identical" in dgsearch("train", trial, "--data", data).stdout
+
+
+def test_a_search_is_the_same_again(studies, data, tmp_path):
+    dgsearch(*search_options(data, tmp_path / "s", executor="ray", max_concurrent=1, targets="photo,sketch"))
+    assert trials_of(tmp_path / "s") == trials_of(studies / "ray")
+    again = json.loads(dgsearch("select", tmp_path / "s", "--json").stdout)
+    assert again == json.loads(dgsearch("select", studies / "ray", "--json").stdout)
+
+
+def test_a_driver_killed_in_mid_search_is_followed_by_another(data, tmp_path):
+    study = tmp_path / "s"
+    options = search_options(data, study, executor="ray", targets="photo,sketch", trials=5, steps=60)
+    kills = 0
+    for ended in (1, 4):
+        driver = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, start_new_session=True)
+        end = time.monotonic() + 120
+        while driver.poll() is None and time.monotonic() < end:
+            if len(list(study.glob("folds/*/trials/*/result.json"))) >= ended:
+                os.kill(driver.pid, signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.02)
+        driver.wait()
+        driver.stderr.close()
+    assert kills == 2
+    before = {p: p.stat().st_mtime_ns for p in study.glob("folds/*/trials/*/result.json")}
+    done = dgsearch(*options)
+    assert f"going on: {len(before)} of 10 trials have ended" in done.stderr
+    for path, modified in before.items():
+        assert path.stat().st_mtime_ns == modified
+    opened = Study.open(study)
+    for fold in opened.folds:
+        trials = opened.trials(fold.number)
+        assert len(trials) == 5 and {t.state for t in trials} <= {"complete", "pruned"}
+        assert len({(t.number) for t in trials}) == 5
+    status = json.loads(dgsearch("status", study, "--json").stdout)
+    assert all(sum(f["trials"].values()) == 5 for f in status["folds"])
+
+
+BAD = [
+    (["search", "--data", "nowhere", "--study", "s"], "no data set at nowhere: the folder does not exist"),
+    (["search", "--data", "DATA", "--study", "s", "--targets", "phot"],
+     "unknown target domain 'phot' in DATA; known: art, cartoon, photo, sketch. Did you mean 'photo'?"),
+    (["search", "--data", "DATA", "--study", "s", "--sources", "art", "--targets", "photo"],
+     "family 'coral' needs at least 2 source domains (coral), and the fold that holds out photo has 1"),
+    (["search", "--data", "DATA", "--study", "s", "--network", "resnet"], "unknown network 'resnet'"),
+    (["search", "--data", "DATA", "--study", "s", "--space", "quik"], "unknown search space 'quik'"),
+    (["search", "--data", "DATA", "--study", "s", "--executor", "slurm"], "unknown executor 'slurm'"),
+    (["status", "nowhere"], "no study at nowhere"),
+    (["methods", "corall"], "unknown method 'corall'"),
+    (["data", "build", "digit", "--out", "d"], "unknown built-in data set 'digit'; known: digits."),
+    (["train", "nowhere.json", "--data", "DATA"], "no file nowhere.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda v: v if isinstance(v, str) else None)
+def test_bad_input_is_one_line_and_exit_2(arguments, message, data, tmp_path):
+    done = dgsearch(*[str(data) if a == "DATA" else a for a in arguments], code=2, cwd=tmp_path)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message.replace("DATA", str(data)) in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_command_has_help_with_an_example():
+    help_ = dgsearch("--help").stdout
+    for command in ("methods", "search", "status", "select", "evaluate", "report", "track", "ui", "train"):
+        assert command in help_
+        assert "Example: dgsearch" in " ".join(dgsearch(command, "--help").stdout.replace("│", "").split())
+
+
+def test_methods_are_listed_for_people_and_for_scripts():
+    entries = json.loads(dgsearch("methods", "--json").stdout)
+    assert {e["slot"] for e in entries} == {
+        "objective", "optimizer", "gradient", "epoch_end", "average", "training"
+    }  # fmt: skip
+    coral = json.loads(dgsearch("methods", "coral", "--json").stdout)
+    assert len(coral) == 1 and coral[0]["fields"]["weight"]["scratch"] == {"default": 1.0, "range": "0.1 … 10 log"}
+    assert "arXiv:1607.01719" in dgsearch("methods", "coral").stdout.replace("\n", " ")
