@@ -100,6 +100,7 @@ def search(
     """
     from dgsearch import line
     from dgsearch.report.progress import TrialLines
+    from dgsearch.tracking.store import remember_uri
     from dgsearch.tracking.writer import Writer
 
     where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
@@ -117,6 +118,8 @@ def search(
         threads=threads,
         precision=precision,
     )
+    if tracking_uri is not None:
+        remember_uri(opened, tracking_uri)
     lines = TrialLines(opened, trials=trials, console=screen)
     began = time.perf_counter()
     try:

@@ -6,6 +6,7 @@
     folds/0/verdicts.jsonl        early stopping: value, rung and verdict, in the order they were given
     folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, and a folder a session with weights
     selection.json, evaluation.json, openings.jsonl
+    tracking.json, mlflow.db, mlartifacts/
 
 Folders carry numbers only: a trial is never told, even by a path, which domain its fold holds out.
 """
@@ -208,6 +209,8 @@ class Study:
         folder = self.trial_dir(fold, number)
         begun = read_json(folder / "trial.json")
         result = folder / "result.json"
+        # Before the evaluations: of a trial that ends meanwhile, all of them are read.
+        ended = read_json(result) if result.exists() else {}
         return TrialRecord(
             fold,
             number,
@@ -216,7 +219,7 @@ class Study:
             begun["default"],
             folder,
             tuple(Evaluation(**e) for e in read_lines(folder / "evaluations.jsonl")),
-            read_json(result) if result.exists() else {},
+            ended,
         )
 
     def trials(self, fold: int) -> list[TrialRecord]:

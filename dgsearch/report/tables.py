@@ -60,7 +60,9 @@ def render(frame: pd.DataFrame, *, form: str, title: str = "", width: int | None
         numeric = pd.api.types.is_numeric_dtype(frame[column])
         table.add_column(_heading(column), justify="right" if numeric else "left", overflow="fold")
     for n, line in enumerate(cells):
-        table.add_row(*(cell.replace(", ", "\n") for cell in line), end_section=n == len(cells) - 2)
+        table.add_row(
+            *(cell.replace(", ", "\n") for cell in line), end_section=n == len(cells) - 2 and cells[-1][0] == "mean"
+        )
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
     assert isinstance(console.file, io.StringIO)

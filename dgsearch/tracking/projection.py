@@ -261,7 +261,7 @@ class Projection:
             if number in ended:
                 continue
             try:
-                record = self._read(fold, number)
+                record = self.study.trial(fold.number, number)
                 described = trial_description(record, self.study.specification, study_id=self._id)
                 figures = trial_figures(record)
             except FileNotFoundError:
@@ -280,13 +280,6 @@ class Projection:
         if not folder.is_dir():
             return []
         return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
-
-    def _read(self, fold: Fold, number: int) -> TrialRecord:
-        record = self.study.trial(fold.number, number)
-        if record.result:
-            # It may have ended while it was read: between its evaluations and its result.
-            record = self.study.trial(fold.number, number)
-        return record
 
     def _send_trial(self, record: TrialRecord, described: Description, figures: Figures, *, parent: _Sent) -> None:
         sent = self._known((record.fold, record.number))

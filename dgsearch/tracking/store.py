@@ -53,8 +53,28 @@ def default_uri(study: Study) -> str:
 
 
 def resolve_uri(study: Study, given: str | None = None) -> str:
-    """Return the store to use: the one given, else that of MLFLOW_TRACKING_URI, else the one in the study."""
-    return given or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(study)
+    """Return the store to use.
+
+    The one given, else the one that the search was given, else that of MLFLOW_TRACKING_URI, else the study's own.
+    """
+    return given or _kept(study).get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(study)
+
+
+def remember_uri(study: Study, uri: str) -> None:
+    """Keep the address that a search was given, so that later commands on the study find it; not a password."""
+    if uri == shown(uri):
+        with contextlib.suppress(OSError):
+            write_json(_file(study), _kept(study) | {"uri": uri})
+
+
+def _file(study: Study) -> Path:
+    return study.path / "tracking.json"
+
+
+def _kept(study: Study) -> dict[str, str]:
+    """Return what is kept of the study's tracking: its id, and the store's address if one was given."""
+    file = _file(study)
+    return dict(read_json(file)) if file.exists() else {}
 
 
 def is_database(uri: str) -> bool:
@@ -135,12 +155,12 @@ def study_id(study: Study) -> str:
 
     A study that can't be written to is known by its path and specification.
     """
-    file = study.path / "tracking.json"
-    if file.exists():
-        return str(read_json(file)["study"])
+    kept = _kept(study)
+    if "study" in kept:
+        return kept["study"]
     drawn = uuid.uuid4().hex[:16]
     try:
-        write_json(file, {"study": drawn})
+        write_json(_file(study), kept | {"study": drawn})
     except OSError:
         facts = json.dumps([str(study.path.resolve()), asdict(study.specification)])
         return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()

@@ -103,7 +103,7 @@ def test_only_the_new_is_sent(study: Study, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("log_batch", "create_run", "set_terminated", "set_experiment_tag", "log_inputs", "search_runs"):
         real = getattr(projection.client, name)
 
-        def call(*args, real=real, name=name, **options):  # noqa: ANN
+        def call(*args, real=real, name=name, **options):
             calls.append((name, args, options))
             return real(*args, **options)
 
@@ -305,3 +305,19 @@ def test_nothing_is_best_before_a_trial_completes(study: Study) -> None:
     empty = note(study, [[], []])
     assert "| photo | 0 | 0 | 0 | 0 |  |  |" in empty
     assert len(empty) < 5000
+
+
+def test_a_study_that_cannot_be_written_to_is_sent_too(
+    study: Study, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("dgsearch.tracking.store.write_json", refuse)
+    monkeypatch.setattr("dgsearch.tracking.store.FileLock.acquire", refuse)
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
+    first = project(study, uri)
+    assert not (study.path / "tracking.json").exists()
+    assert (first.trials, first.problems) == (5, ())
+    assert project(study, uri) == first
+    assert len(runs_of(first)) == 7

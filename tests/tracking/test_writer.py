@@ -11,6 +11,7 @@ from toy import begin, end, report, runs_of
 
 from dgsearch.study import Study
 from dgsearch.tracking.projection import project
+from dgsearch.tracking.store import remember_uri, resolve_uri, study_id
 from dgsearch.tracking.ui import free_port
 from dgsearch.tracking.writer import Writer, project_quietly
 
@@ -117,3 +118,14 @@ def test_the_search_waits_for_nothing(study: Study, hung: str) -> None:
     assert time.monotonic() - began < 1
     assert threading.active_count() == before + 1
     writer.close(timeout=0)
+
+
+def test_later_commands_find_the_store_that_the_search_was_given(study, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    assert resolve_uri(study) == "http://127.0.0.1:1"
+    remember_uri(study, "http://127.0.0.1:2")
+    assert resolve_uri(study) == "http://127.0.0.1:2" and resolve_uri(study, "http://127.0.0.1:3")[-1] == "3"
+    identity = study_id(study)
+    remember_uri(study, "http://user:secret@127.0.0.1:4")
+    assert resolve_uri(study) == "http://127.0.0.1:2" and study_id(study) == identity
+    assert "secret" not in (study.path / "tracking.json").read_text()
