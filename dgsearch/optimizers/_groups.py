@@ -1,11 +1,19 @@
-"""Parameter groups: each carries ``lr_ratio``, which multiplies the optimizer's learning rate."""
+"""What optimizers share: parameter groups with learning-rate ratios, and the ranges of Adam's kind."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from dgsearch.component import ByNetwork, Float
+
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+ADAM_LR = ByNetwork(
+    pretrained=(Float(1e-5, 10**-3.5, log=True), 5e-5),
+    scratch=(Float(10**-4.5, 10**-2.5, log=True), 1e-3),
+)
+WEIGHT_DECAY = Float(1e-6, 1e-2, log=True, off=True)
 
 
 def scaled_groups(parameters: Parameters, *, lr: float) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 
 from dgsearch.component import Component, Float
-from dgsearch.optimizers._groups import Parameters, scaled_groups
+from dgsearch.optimizers._groups import WEIGHT_DECAY, Parameters, scaled_groups
 
 MOMENTUM = 0.9
 
@@ -16,7 +16,7 @@ class Sgd(Component):
     """Stochastic gradient descent, Nesterov momentum .9 (Sutskever et al. 2013, PMLR 28(3))."""
 
     lr: Annotated[float, Float(1e-4, 1e-1, log=True)] = 1e-2
-    weight_decay: Annotated[float, Float(1e-6, 1e-2, log=True, off=True)] = 0.0
+    weight_decay: Annotated[float, WEIGHT_DECAY] = 0.0
 
     def build(self, parameters: Parameters, *, seed: int) -> torch.optim.Optimizer:
         """Return torch's optimizer."""

@@ -55,16 +55,18 @@ def render(frame: pd.DataFrame, *, form: str, title: str = "", width: int | None
     if form == "markdown":
         lines = [[_heading(c) for c in frame.columns], ["---"] * len(frame.columns), *cells]
         return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines) + "\n"
+    notes = "hyperparameters"  # too long for a column of a terminal: they go below
+    columns = [c for c in frame.columns if c != notes]
     table = Table(title=title or None)
-    for column in frame.columns:
+    for column in columns:
         numeric = pd.api.types.is_numeric_dtype(frame[column])
         table.add_column(_heading(column), justify="right" if numeric else "left", overflow="fold")
     for n, line in enumerate(cells):
-        table.add_row(
-            *(cell.replace(", ", "\n") for cell in line), end_section=n == len(cells) - 2 and cells[-1][0] == "mean"
-        )
+        table.add_row(*line[: len(columns)], end_section=n == len(cells) - 2 and cells[-1][0] == "mean")
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
+    for row in frame[frame[notes] != ""].itertuples() if notes in frame else ():
+        console.print(f"{row.held_out}: {row.hyperparameters}", highlight=False, markup=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
