@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from dgsearch.networks import build_network
 from dgsearch.optimizers.adam import Adam
+from dgsearch.optimizers.adamw import AdamW
 from dgsearch.optimizers.sgd import Sgd
 from dgsearch.recipe import Recipe, Training
 from dgsearch.train import DivergedError, evaluation_steps, run_trial
@@ -74,7 +75,11 @@ def test_threads_are_put_back(sources):
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("component", [Adam(lr=3e-3, weight_decay=1e-2), Sgd(lr=3e-2, weight_decay=1e-2)])
+@pytest.mark.parametrize(
+    "component",
+    [Adam(lr=3e-3, weight_decay=1e-2), AdamW(lr=3e-3, weight_decay=0.1), Sgd(lr=3e-2, weight_decay=1e-2)],
+    ids=lambda c: c.choice(),
+)
 def test_optimizer_options_and_group_ratios_arrive(component):
     """Three steps equal a float64 derivation from the papers' formulas, in each group at its own rate."""
     start = torch.linspace(-1, 1, 5)
@@ -95,8 +100,10 @@ def test_optimizer_options_and_group_ratios_arrive(component):
         x, lr = start.double(), component.lr * ratio
         m = v = torch.zeros(5, dtype=torch.float64)
         for t in range(1, 4):
-            g = slope.double() + component.weight_decay * x
-            if isinstance(component, Adam):
+            decoupled = isinstance(component, AdamW)
+            g = slope.double() + (0 if decoupled else component.weight_decay * x)
+            if isinstance(component, Adam | AdamW):
+                x = x * (1 - lr * component.weight_decay) if decoupled else x
                 m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
                 x = x - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
             else:

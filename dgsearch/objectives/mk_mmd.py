@@ -76,7 +76,7 @@ def discrepancy(a: Tensor, b: Tensor, *, num_kernels: int, bandwidth: str) -> Te
 
 def _scale(squared: Tensor, bandwidth: str) -> Tensor:
     """Return the median or mean of the off-diagonal squared distances, kept off zero: equal features are legal."""
-    i, j = torch.triu_indices(*squared.shape, offset=1, device=squared.device)
+    i, j = torch.triu_indices(len(squared), len(squared), offset=1, device=squared.device)
     others = squared[i, j]
     mean = others.mean()
     middle = others.quantile(0.5) if bandwidth == "median" else mean
