@@ -1,12 +1,15 @@
 """The commands: options in, functions of the line called, results printed. No logic."""
 
+import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 app = typer.Typer(
@@ -23,7 +26,10 @@ screen = Console(stderr=True, highlight=False)
 
 StudyPath = Annotated[Path, typer.Argument(metavar="STUDY", help="A study directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Data = Annotated[Path, typer.Option(help="The data set: a folder DATA/<domain>/<class>/<image>.")]
+Data = Annotated[
+    Path, typer.Option(help="The data set: a folder DATA/<domain>/<class>/<image>, or a manifest (.csv, .parquet).")
+]
+SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out images that can't be read.")]
 TrackingUri = Annotated[
     Optional[str],  # noqa: UP045 - typer reads it
     typer.Option(help="MLflow store; else $MLFLOW_TRACKING_URI, else a SQLite file in the study."),
@@ -37,6 +43,41 @@ def _out(text: str) -> None:
 def _bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+
+
+def _decoding(bar: Progress) -> Callable[[str, int, int], None]:
+    """Return a callback that shows a domain's decoding while it lasts."""
+    tasks: dict[str, Any] = {}
+
+    def show(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            tasks[name] = bar.add_task(escape(f"decoding {name}"))
+        bar.update(tasks[name], completed=done, total=total)
+        if done == total:
+            bar.remove_task(tasks.pop(name))
+
+    return show
+
+
+def _left_out(name: str, count: int) -> None:
+    screen.print(f"{name}: {count} images that can't be read are left out", markup=False, soft_wrap=True)
+
+
+@data_app.command("check")
+def data_check(
+    data: Annotated[Path, typer.Argument(metavar="DIR|MANIFEST", help="The data set.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read every file and say what would spoil a result (exit 1). Example: dgsearch data check data/digits."""
+    from dgsearch.domains.check import check_data
+    from dgsearch.report.checked import render_check
+
+    with _bar() as bar:
+        task = bar.add_task("checking")
+        found = check_data(data, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    _out(json.dumps(found, indent=2, ensure_ascii=False) if as_json else render_check(found))
+    if not found["ok"]:
+        raise typer.Exit(1)
 
 
 @data_app.command("build")
@@ -78,7 +119,11 @@ def search(
     sources: Annotated[Optional[str], typer.Option(help="Source domains NAME,NAME; else all others.")] = None,  # noqa: UP045
     trials: Annotated[int, typer.Option(min=1, help="Trials a fold.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps a trial.")] = 300,
-    network: Annotated[str, typer.Option(help="The network.")] = "small_cnn",
+    network: Annotated[str, typer.Option(help="small_cnn, mnist_cnn, resnet18 or resnet50.")] = "small_cnn",
+    weights: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE|none", help="Pretrained weights of a resnet; else ImageNet's. none: random."),
+    ] = None,
     resolution: Annotated[int, typer.Option(min=8, help="Pixels a side.")] = 32,
     batch_size: Annotated[Optional[int], typer.Option(min=1, help="Examples a domain; fixes it.")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(help="Of splits, initial weights, order and sampler.")] = 0,
@@ -92,6 +137,8 @@ def search(
     cpus_per_trial: Annotated[float, typer.Option(min=0, help="CPUs a trial reserves.")] = 1,
     gpus_per_trial: Annotated[float, typer.Option(min=0, help="GPUs a trial reserves; may be a fraction.")] = 0,
     precision: Annotated[str, typer.Option(help="float32 or bfloat16 (autocast).")] = "float32",
+    cache: Annotated[str, typer.Option(help="Where trials have decoded images: disk, memory or none.")] = "disk",
+    skip_broken: SkipBroken = False,
     tracking_uri: TrackingUri = None,
 ) -> None:
     """Search a space on every fold. The same command again goes on after an interruption.
@@ -99,45 +146,55 @@ def search(
     Example: dgsearch search --data data/digits --space quick --study runs/digits
     """
     from dgsearch import line
+    from dgsearch.networks import network_name
     from dgsearch.report.progress import TrialLines
     from dgsearch.tracking.store import remember_uri
     from dgsearch.tracking.writer import Writer
 
     where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
-    opened = line.open_study(
-        study,
-        data=data,
-        space=space,
-        targets=targets,
-        sources=sources,
-        network=network,
-        resolution=resolution,
-        batch_size=batch_size,
-        steps=steps,
-        seed=seed,
-        threads=threads,
-        precision=precision,
-    )
+    try:
+        with _bar() as bar:
+            opened = line.open_study(
+                study,
+                data=data,
+                space=space,
+                targets=targets,
+                sources=sources,
+                network=network_name(network, weights=weights),
+                resolution=resolution,
+                batch_size=batch_size,
+                steps=steps,
+                seed=seed,
+                threads=threads,
+                precision=precision,
+                cache=cache,
+                skip_broken=skip_broken,
+                progress=_decoding(bar),
+                left_out=_left_out,
+            )
+    except KeyboardInterrupt:
+        screen.print("interrupted: nothing is lost. The same command goes on.")
+        raise typer.Exit(130) from None
     if tracking_uri is not None:
         remember_uri(opened, tracking_uri)
     lines = TrialLines(opened, trials=trials, console=screen)
     began = time.perf_counter()
     try:
         with Writer(opened, uri=tracking_uri) as writer, _bar() as bar:
-            tasks: dict[str, Any] = {}
-
-            def decoding(name: str, done: int, total: int) -> None:
-                if name not in tasks:
-                    tasks[name] = bar.add_task(f"decoding {name}")
-                bar.update(tasks[name], completed=done, total=total)
-                if done == total:
-                    bar.remove_task(tasks[name])
 
             def event(kind: str, record: Any) -> None:
                 lines(kind, record)
                 writer.poke()
 
-            line.search(opened, space=space, trials=trials, executor=where, on_event=event, progress=decoding)
+            line.search(
+                opened,
+                space=space,
+                trials=trials,
+                executor=where,
+                cache=cache,
+                on_event=event,
+                progress=_decoding(bar),
+            )
     except KeyboardInterrupt:
         screen.print("interrupted: nothing that ended is lost. The same command goes on.")
         raise typer.Exit(130) from None
@@ -158,10 +215,11 @@ def status(study: StudyPath, as_json: AsJson = False) -> None:
         _out(line.as_json(found))
         return
     rows = [
-        {"held_out": ", ".join(f["held_out"]) or "none"}
-        | f["trials"]
-        | {"best_source_accuracy": f["best_source_accuracy"]}
+        {"held_out": ", ".join(f["held_out"]) or "none", "family": name}
+        | part["trials"]
+        | {"best_source_accuracy": part["best_source_accuracy"]}
         for f in found["folds"]
+        for name, part in {"all": f, **f["families"]}.items()
     ]
     _out(render(pd.DataFrame(rows).astype({"best_source_accuracy": float}), form="table"))
 
@@ -192,7 +250,7 @@ def select(
 
 
 @app.command()
-def evaluate(study: StudyPath, as_json: AsJson = False) -> None:
+def evaluate(study: StudyPath, skip_broken: SkipBroken = False, as_json: AsJson = False) -> None:
     """Open the held-out domains for the selected models. Example: dgsearch evaluate runs/digits."""
     from dataclasses import asdict
 
@@ -202,7 +260,20 @@ def evaluate(study: StudyPath, as_json: AsJson = False) -> None:
     from dgsearch.tracking.writer import project_quietly
 
     opened = Study.open(study)
-    report = line.evaluate_study(opened, progress=lambda name: screen.print(f"opening {name}"))
+    report = line.evaluate_study(
+        opened,
+        skip_broken=skip_broken,
+        progress=lambda name: screen.print(f"opening {name}", markup=False),
+        left_out=_left_out,
+    )
+    for fold in report.folds:
+        if fold.unknown_classes:
+            names = ", ".join(fold.unknown_classes)
+            screen.print(
+                f"{', '.join(fold.held_out)}: no source has {names}: images of it count as wrong",
+                markup=False,
+                soft_wrap=True,
+            )
     project_quietly(opened)
     if as_json:
         _out(line.as_json({k: v for k, v in asdict(report).items() if k != "read"}))
@@ -218,14 +289,16 @@ def report(
     """Print the result table. Example: dgsearch report runs/digits --format markdown."""
     from dgsearch.component import known_or_raise
     from dgsearch.evaluation import Report
-    from dgsearch.report.tables import FORMATS, render, result_frame
-    from dgsearch.selection import Selection
+    from dgsearch.report.tables import FORMATS, family_frame, render
+    from dgsearch.selection import Selection, best_of_families
     from dgsearch.study import Study
 
     known_or_raise("format", form, FORMATS)
     opened = Study.open(study)
-    found = Report.load(opened) or Selection.load(opened)
-    _out(render(result_frame(found.folds), form=form, title=f"selected by {found.criterion}"))
+    selection = Selection.load(opened)
+    folds = (Report.load(opened) or selection).folds
+    frame = family_frame(folds, best_of_families(opened, selection))
+    _out(render(frame, form=form, title=f"selected by {selection.criterion}"))
 
 
 @app.command()
@@ -256,21 +329,35 @@ def ui(
 
 @app.command()
 def train(
-    trial: Annotated[Path, typer.Argument(metavar="TRIAL.json", help="A trial.json of a study.")],
+    trial: Annotated[Path, typer.Argument(metavar="TRIAL.json", help="A trial.json of a study, or a bare recipe.")],
     data: Data,
+    steps: Annotated[Optional[int], typer.Option(min=1, help="For a bare recipe: optimizer steps.")] = None,  # noqa: UP045
+    network: Annotated[Optional[str], typer.Option(help="For a bare recipe: the network.")] = None,  # noqa: UP045
+    seed: Annotated[Optional[int], typer.Option(help="For a bare recipe: the seed.")] = None,  # noqa: UP045
+    targets: Annotated[Optional[str], typer.Option(help="For a bare recipe: domains left out.")] = None,  # noqa: UP045
+    resolution: Annotated[Optional[int], typer.Option(min=8, help="For a bare recipe: pixels a side.")] = None,  # noqa: UP045
+    skip_broken: SkipBroken = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one trial again, alone. Example: dgsearch train runs/digits/folds/0/trials/0003/trial.json."""
+    """Train one trial again, alone, or a bare recipe such as {"objective": {"kind": "coral"}}.
+
+    Example: dgsearch train runs/digits/folds/0/trials/0003/trial.json --data data/digits
+    """
     from dataclasses import asdict
 
     from dgsearch import line
     from dgsearch.study import recorded_best
 
+    given = {"steps": steps, "network": network, "seed": seed, "targets": targets, "resolution": resolution}
     with _bar() as bar:
         task = bar.add_task("training")
         result, differs = line.train_again(
             trial,
             data=data,
+            settings={name: value for name, value in given.items() if value is not None},
+            skip_broken=skip_broken,
+            progress=_decoding(bar),
+            left_out=_left_out,
             report=lambda e: bar.update(task, completed=e.step, description=f"training: {e.mean:.4f}"),
         )
     before = recorded_best(trial)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from sklearn.metrics import f1_score
 
 from dgsearch.domains.batches import CHUNK
-from dgsearch.domains.cache import open_images
+from dgsearch.domains.cache import open_images, readable
 from dgsearch.domains.layout import DomainIndex, class_names, read_domain
 from dgsearch.networks import build_network
 from dgsearch.selection import Selected, Selection, selected_trial
@@ -24,10 +24,14 @@ FILE = "evaluation.json"
 
 @dataclass(frozen=True)
 class Evaluated(Selected):
-    """A fold's selected trial, and how it does on the domains held out; None where a fold holds none out."""
+    """A fold's selected trial, and how it does on the domains held out; None where a fold holds none out.
+
+    ``unknown_classes`` are classes of the held-out domains that no source has.
+    """
 
     target_accuracy: float | None
     target_macro_f1: float | None
+    unknown_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Report:
         if not path.is_file():
             return None
         values = read_json(path)
-        return cls(**values | {"folds": tuple(Evaluated(**f) for f in values["folds"])})
+        unknown = [tuple(f.get("unknown_classes", ())) for f in values["folds"]]
+        folds = zip(values["folds"], unknown, strict=True)
+        return cls(**values | {"folds": tuple(Evaluated(**f | {"unknown_classes": u}) for f, u in folds)})
 
 
 def evaluate(
@@ -54,15 +60,18 @@ def evaluate(
     *,
     cache_dir: Path,
     device: str = "cpu",
+    skip_broken: bool = False,
     progress: Callable[[str], None] = lambda name: None,
+    left_out: Callable[[str, int], None] = lambda name, count: None,
 ) -> Report:
     """Open each fold's held-out domains and measure its selected trial on them.
 
     Accuracy is over all held-out images of classes that the sources know; macro-F1 is over those classes.
-    An image of a class that no source has counts as wrong.
+    An image of a class that no source has counts as wrong. With ``skip_broken``, images that can't be read are
+    not counted: ``left_out(domain, count)``.
 
     Raises:
-        ValueError: if a held-out domain or the weights are missing.
+        ValueError: if a held-out domain or the weights are missing, or an image can't be read.
     """
     folds = []
     for fold, selected in zip(study.folds, selection.folds, strict=True):
@@ -72,26 +81,44 @@ def evaluate(
             index = read_domain(study.specification.data, name)
             opening = {"time": time.time(), "fold": fold.number, "trial": selected.trial, "domain": name}
             append_line(study.path / "openings.jsonl", opening)
-            targets.append(index)
-        figures = _measure(study, fold, selected, targets, cache_dir, device) if targets else (None, None)
-        folds.append(Evaluated(**vars(selected), target_accuracy=figures[0], target_macro_f1=figures[1]))
+            kept = readable(
+                index,
+                resolution=study.specification.resolution,
+                cache_dir=cache_dir,
+                skip_broken=skip_broken,
+            )
+            if len(kept) < len(index):
+                left_out(name, len(index) - len(kept))
+            targets.append(kept)
+        classes = class_names([DomainIndex.load(study.index_path(name)) for name in fold.sources])
+        figures = _measure(study, fold, selected, targets, classes, cache_dir, device) if targets else (None, None)
+        unknown = tuple(name for name in class_names(targets) if name not in classes)
+        folds.append(
+            Evaluated(**vars(selected), target_accuracy=figures[0], target_macro_f1=figures[1], unknown_classes=unknown)
+        )
     report = Report(selection.criterion, tuple(folds), selection.read)
     write_json(study.path / FILE, asdict(report))
     return report
 
 
 def _measure(
-    study: Study, fold: Fold, selected: Selected, targets: list[DomainIndex], cache_dir: Path, device: str
+    study: Study,
+    fold: Fold,
+    selected: Selected,
+    targets: list[DomainIndex],
+    classes: tuple[str, ...],
+    cache_dir: Path,
+    device: str,
 ) -> tuple[float, float]:
     specification = study.specification
     _, path = selected_trial(study, fold, selected)
-    classes = class_names([DomainIndex.load(study.index_path(name)) for name in fold.sources])
     model = build_network(
         specification.network,
         num_classes=len(classes),
         normalisation=((0.0,) * 3, (1.0,) * 3),  # the weights bring the sources' own
         seed=0,
         precision=specification.precision,
+        initial=False,
     )
     model.load_state_dict(load_file(path))
     model.to(device).to(memory_format=torch.channels_last)

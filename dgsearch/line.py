@@ -2,8 +2,8 @@
 
 import importlib.metadata
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from dgsearch import selection
 from dgsearch.component import known_or_raise
 from dgsearch.domains.batches import Sources
-from dgsearch.domains.cache import default_cache_dir, open_images
-from dgsearch.domains.layout import domain_names, read_domain
+from dgsearch.domains.cache import CACHES, default_cache_dir, open_images, readable
+from dgsearch.domains.layout import DomainIndex, domain_names, read_domain
+from dgsearch.domains.split import split
 from dgsearch.evaluation import Report, evaluate
+from dgsearch.networks import network_name, weights_hash
 from dgsearch.recipe import decode
 from dgsearch.search.engine import Engine
 from dgsearch.search.local import run_local
@@ -26,6 +28,7 @@ from dgsearch.train import Evaluation, TrialResult, run_trial
 
 Event = Callable[[str, TrialRecord], None]
 Progress = Callable[[str, int, int], None]
+LeftOut = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,24 @@ def open_study(
     seed: int = 0,
     threads: int = 1,
     precision: str = "float32",
+    cache_dir: Path | None = None,
+    cache: str = "disk",
+    skip_broken: bool = False,
+    progress: Progress = lambda name, done, total: None,
+    left_out: LeftOut = lambda name, count: None,
 ) -> Study:
-    """Create a study, or open the one that the same arguments created; source domains are indexed."""
+    """Create a study, or open the one that the same arguments created.
+
+    Source domains are indexed and decoded, or at least each file of theirs read once, before anything is
+    written: ``progress(domain, done, total)``. ``cache`` is disk, memory or none. With ``skip_broken``, files
+    that can't be read are not in the study: ``left_out(domain, count)``.
+
+    Raises:
+        ValueError: if an argument or a file is wrong, or ``path`` holds another study.
+    """
     if min(steps, resolution, threads) < 1 or (batch_size is not None and batch_size < 1):
         raise ValueError("steps, resolution, batch size and threads must be at least 1")
+    network = network_name(network)
     read = read_space(space, network=network, batch_size=batch_size)
     folds = plan_folds(data, targets=targets, sources=sources)
     for fold in folds:
@@ -106,6 +123,7 @@ def open_study(
                         f"and the fold that holds out {', '.join(fold.held_out) or 'none'} has {len(fold.sources)}"
                     )
     names = sorted({name for fold in folds for name in fold.sources})
+    known_or_raise("cache", cache, CACHES)
     indexes = [read_domain(data, name) for name in names]
     specification = Specification(
         data=str(data.resolve()),
@@ -121,8 +139,42 @@ def open_study(
         precision=precision,
         folds=folds,
         version=importlib.metadata.version("dgsearch"),
+        weights_hash=weights_hash(network),  # fetches them: trials find the file
     )
-    return Study.create(path, specification, indexes)
+    if (path / "study.json").exists():  # of another search, perhaps: said before long decoding
+        there = Study.open(path).specification.fingerprints
+        Study.create(path, replace(specification, fingerprints=there), [])
+    kept = [
+        _readable(index, resolution, cache_dir, cache, skip_broken, progress=progress, left_out=left_out)
+        for index in indexes
+    ]
+    for index in kept:
+        split(index, seed=seed)  # raises for a given split with an empty part
+    fingerprints = {index.name: index.fingerprint for index in kept}
+    return Study.create(path, replace(specification, fingerprints=fingerprints), kept)
+
+
+def _readable(
+    index: DomainIndex,
+    resolution: int,
+    cache_dir: Path | None,
+    cache: str,
+    skip_broken: bool,
+    *,
+    progress: Progress,
+    left_out: LeftOut,
+) -> DomainIndex:
+    kept = readable(
+        index,
+        resolution=resolution,
+        cache_dir=cache_dir or default_cache_dir(),
+        cache=cache,
+        skip_broken=skip_broken,
+        progress=lambda done, total: progress(index.name, done, total),
+    )
+    if len(kept) < len(index):
+        left_out(index.name, len(index) - len(kept))
+    return kept
 
 
 def search(
@@ -132,20 +184,24 @@ def search(
     trials: int = 8,
     executor: Executor = Executor(),  # noqa: B008 - frozen
     cache_dir: Path | None = None,
+    cache: str = "disk",
     on_event: Event = lambda kind, record: None,
     progress: Progress = lambda name, done, total: None,
 ) -> None:
-    """Run a study's search until each fold has its trials; go on where an earlier session left off."""
+    """Run a study's search until each fold has its trials; go on where an earlier session left off.
+
+    ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it.
+    """
+    known_or_raise("cache", cache, CACHES)
     specification = study.specification
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
     engine = Engine(study, read, trials=trials, on_event=on_event)
-    cache = cache_dir or default_cache_dir()
-    for name in specification.fingerprints:
-        index = read_domain(specification.data, name)
+    place = cache_dir or default_cache_dir()
+    for name in specification.fingerprints if cache == "disk" else ():
         open_images(
-            index,
+            DomainIndex.load(study.index_path(name)),
             resolution=specification.resolution,
-            cache_dir=cache,
+            cache_dir=place,
             progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
         )
     on_gpu = executor.gpus_per_trial > 0 if executor.kind == "ray" else torch.cuda.is_available()
@@ -157,7 +213,8 @@ def search(
         device="cuda" if on_gpu else "cpu",
         threads=specification.threads,
         precision=specification.precision,
-        cache_dir=cache,
+        cache_dir=place,
+        cache=cache,
     )
     if engine.left == 0:
         return
@@ -177,14 +234,25 @@ def search(
 
 
 def status(study: Study) -> dict[str, Any]:
-    """Return for each fold how many trials there are in each state, and the best source accuracy so far."""
+    """Return how many trials there are in each state and the best source accuracy, by fold and by family."""
     folds = []
     for fold in study.folds:
         trials = study.trials(fold.number)
-        best = max((e.mean for t in trials if t.state == "complete" and (e := t.best)), default=None)
-        counts = {state: sum(t.state == state for t in trials) for state in STATES}
-        folds.append({"held_out": list(fold.held_out), "trials": counts, "best_source_accuracy": best})
+        families = {name: [t for t in trials if t.family == name] for name in dict.fromkeys(t.family for t in trials)}
+        folds.append(
+            {"held_out": list(fold.held_out)}
+            | _counts(trials)
+            | {"families": {name: _counts(found) for name, found in families.items()}}
+        )
     return {"folds": folds}
+
+
+def _counts(trials: list[TrialRecord]) -> dict[str, Any]:
+    best = max((e.mean for t in trials if t.state == "complete" and (e := t.best)), default=None)
+    return {
+        "trials": {state: sum(t.state == state for t in trials) for state in STATES},
+        "best_source_accuracy": best,
+    }
 
 
 def select(study: Study, *, criterion: str = "training-domain") -> Selection:
@@ -193,14 +261,26 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
 
 
 def evaluate_study(
-    study: Study, *, cache_dir: Path | None = None, progress: Callable[[str], None] = lambda name: None
+    study: Study,
+    *,
+    cache_dir: Path | None = None,
+    skip_broken: bool = False,
+    progress: Callable[[str], None] = lambda name: None,
+    left_out: LeftOut = lambda name, count: None,
 ) -> Report:
     """Evaluate a study's selection on the domains held out; a report there is already is given again."""
     chosen = Selection.load(study)
     report = Report.load(study)
     if report is not None and report.read == chosen.read:
         return report
-    return evaluate(study, chosen, cache_dir=cache_dir or default_cache_dir(), progress=progress)
+    return evaluate(
+        study,
+        chosen,
+        cache_dir=cache_dir or default_cache_dir(),
+        skip_broken=skip_broken,
+        progress=progress,
+        left_out=left_out,
+    )
 
 
 def train_again(
@@ -208,21 +288,35 @@ def train_again(
     *,
     data: Path,
     report: Callable[[Evaluation], None] = lambda evaluation: None,
+    settings: Mapping[str, Any] | None = None,
     cache_dir: Path | None = None,
+    skip_broken: bool = False,
+    progress: Progress = lambda name, done, total: None,
+    left_out: LeftOut = lambda name, count: None,
 ) -> tuple[TrialResult, str]:
     """Train one trial again, alone, from its ``trial.json``; return the result and what differs here.
 
+    The file may also be a bare recipe: then ``settings`` (steps, network, seed, resolution, threads, precision,
+    and ``targets``, the domains left out) say how, and what they leave out is as a search has it.
+
     Raises:
-        ValueError: if the file is not a trial's.
+        ValueError: if the file is neither, or is a trial and settings are given too.
     """
     if not trial_file.is_file():
-        raise ValueError(f"no file {trial_file}: expected the trial.json of a trial")
-    values = read_json(trial_file)
-    needed = ("recipe", "sources", "network", "steps", "resolution", "seed", "threads", "precision")
-    missing = [name for name in needed if not isinstance(values, dict) or name not in values]
-    if missing:
-        raise ValueError(f"{trial_file} is not a trial: it lacks {', '.join(missing)}")
-    indexes = tuple(read_domain(data, name) for name in values["sources"])
+        raise ValueError(f"no file {trial_file}: expected the trial.json of a trial, or a recipe")
+    values = _trial_values(read_json(trial_file), data, dict(settings or {}), where=str(trial_file))
+    indexes = tuple(
+        _readable(
+            read_domain(data, name),
+            values["resolution"],
+            cache_dir,
+            "disk",
+            skip_broken,
+            progress=progress,
+            left_out=left_out,
+        )
+        for name in values["sources"]
+    )
     versions = {
         name: (version, importlib.metadata.version(name)) for name, version in values.get("versions", {}).items()
     }
@@ -239,6 +333,39 @@ def train_again(
         report=report,
     )
     return result, differs
+
+
+SETTINGS: dict[str, Any] = {
+    "network": "small_cnn",
+    "steps": 300,
+    "resolution": 32,
+    "seed": 0,
+    "threads": 1,
+    "precision": "float32",
+}
+
+
+def _trial_values(values: Any, data: Path, settings: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a trial's values, or those that a bare recipe and settings make, checked."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is neither a trial nor a recipe: it holds no table")
+    if "recipe" not in values:
+        targets = settings.pop("targets", None)
+        known = domain_names(data)
+        held_out = [] if targets is None else _names(targets)
+        for name in held_out:
+            known_or_raise("target domain", name, known, where=str(data))
+        sources = [name for name in known if name not in held_out]
+        return {"recipe": values, "sources": sources, **SETTINGS, **settings}
+    if settings:
+        raise ValueError(f"{where} is a trial, which says itself how it was trained: leave out {', '.join(settings)}")
+    kinds: dict[str, type] = {"sources": list, **{n: type(v) for n, v in SETTINGS.items()}}
+    for name, kind in kinds.items():
+        if not isinstance(values.get(name), kind):
+            raise ValueError(
+                f"{where} is not a trial: {name} must be of type {kind.__name__}, not {values.get(name)!r}"
+            )
+    return values
 
 
 def as_json(value: Any) -> str:

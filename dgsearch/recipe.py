@@ -1,12 +1,16 @@
 """Recipe: one component a slot, and how to train; its JSON form."""
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from dgsearch.average import AVERAGE
 from dgsearch.component import Bool, ByNetwork, Choice, Component, Int, known_or_raise
+from dgsearch.domains.augment import AUGMENTATIONS
 from dgsearch.epoch_end import EPOCH_END
 from dgsearch.gradient import GRADIENT
 from dgsearch.networks import network_kind
@@ -25,13 +29,21 @@ PLAIN = {"objective": "erm", "optimizer": "adam", "gradient": "none", "epoch_end
 
 @dataclass(frozen=True)
 class Training(Component):
-    """How to train, whatever the method: examples a domain, dropout on the features, frozen batch norm."""
+    """How to train, whatever the method: examples a domain, dropout, frozen batch norm, augmentation."""
 
     batch_size: Annotated[
         int | None, ByNetwork(pretrained=(Int(8, 45, log=True), 32), scratch=(Int(8, 128, log=True), 32))
     ] = None
     dropout: Annotated[float, Choice((0.0, 0.1, 0.5))] = 0.0
     freeze_bn: Annotated[bool | None, ByNetwork(pretrained=(Bool(), True), scratch=(Choice((False,)), False))] = None
+    # From scratch one trains on digits: there "standard" is not searched, for a flip may change the class.
+    augment: Annotated[
+        str | None,
+        ByNetwork(
+            pretrained=(Choice(AUGMENTATIONS), "standard"),
+            scratch=(Choice(tuple(a for a in AUGMENTATIONS if a != "standard")), "none"),
+        ),
+    ] = None
 
     @classmethod
     def choice(cls) -> str:
@@ -111,9 +123,15 @@ def decode(values: Mapping[str, Mapping[str, Any]], *, where: str = "the recipe"
             name = options.pop("kind", PLAIN[slot])
             known_or_raise(slot, name, SLOTS[slot], where=where)
             cls = SLOTS[slot][name]
-        for option in options:
+        hints = typing.get_type_hints(cls)
+        for option, value in options.items():
             fields = [f.name for f in dataclasses.fields(cls)]
             known_or_raise(f"field of {slot} {cls.choice()!r}", option, fields, where=where)
+            try:
+                options[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"].lower()
+                raise ValueError(f"{option} of {slot} {cls.choice()!r} in {where}: {reason}, not {value!r}") from None
         found[slot] = cls(**options)
     return Recipe(**found)  # type: ignore[arg-type]
 

@@ -78,10 +78,7 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
         complete = [t for t in study.trials(fold.number) if t.state == "complete"]
         if not complete:
             raise ValueError(f"no complete trial in the fold that holds out {', '.join(fold.held_out)}")
-        trial, best = _best(complete, score)
-        chosen.append(
-            Selected(fold.held_out, fold.sources, trial.number, trial.family, trial.recipe, score(best), best.step)
-        )
+        chosen.append(_best(fold, complete, score))
         read += [(t.fold, t.number, [(e.step, e.accuracy) for e in t.evaluations]) for t in complete]
     digest = hashlib.blake2b(json.dumps(read).encode(), digest_size=16).hexdigest()
     selection = Selection(criterion, tuple(chosen), digest)
@@ -98,8 +95,24 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
     return selection
 
 
-def _best(trials: list[TrialRecord], score: Callable[[Evaluation], float]) -> tuple[TrialRecord, Evaluation]:
-    return max(((t, e) for t in trials if (e := t.best)), key=lambda pair: (score(pair[1]), -pair[0].number))
+def _best(fold: Fold, trials: list[TrialRecord], score: Callable[[Evaluation], float]) -> Selected:
+    pairs = ((t, e) for t in trials if (e := t.best))
+    trial, best = max(pairs, key=lambda pair: (score(pair[1]), -pair[0].number))
+    return Selected(fold.held_out, fold.sources, trial.number, trial.family, trial.recipe, score(best), best.step)
+
+
+def best_of_families(study: Study, selection: Selection) -> dict[Fold, list[Selected]]:
+    """Return the best complete trial of each family in each fold by the selection's criterion, best first."""
+    score = CRITERIA[selection.criterion]
+    found = {}
+    for fold in study.folds:
+        families: dict[str, list[TrialRecord]] = {}
+        for trial in study.trials(fold.number):
+            if trial.state == "complete":
+                families.setdefault(trial.family, []).append(trial)
+        best = [_best(fold, trials, score) for trials in families.values()]
+        found[fold] = sorted(best, key=lambda s: (-s.source_accuracy, s.trial))
+    return found
 
 
 def selected_trial(study: Study, fold: Fold, selected: Selected) -> tuple[TrialRecord, Path]:

@@ -92,6 +92,7 @@ class Specification:
     precision: str
     folds: tuple[Fold, ...]
     version: str = ""
+    weights_hash: str | None = None  # of the file of the network's initial weights
 
     def difference(self, other: "Specification") -> str | None:
         """Return what differs from another specification in a way that would change results, or None."""

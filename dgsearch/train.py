@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dgsearch.domains.batches import OpenSources, Sources
-from dgsearch.networks import Network, Normalisation, build_network
+from dgsearch.networks import IMAGENET, Network, Normalisation, build_network, network_kind
 from dgsearch.randomness import seed_of, seeded
 from dgsearch.recipe import Recipe, encode
 from dgsearch.step import Closure, DomainBatch, EpochEnd, Progress, Step, cosines, domain_gradients, masks
@@ -133,7 +133,8 @@ def run_trial(
         threads_of_torch(threads),
         sources.open(seed=seed, device=device, withhold_guide=recipe.needs_guide) as opened,
     ):
-        normalisation = opened.normalisation()
+        pretrained = network_kind(network) == "pretrained"
+        normalisation = IMAGENET if pretrained else opened.normalisation()
         num_classes = len(sources.classes)
         model = build_network(
             network,
@@ -170,6 +171,7 @@ class _Trial:
         self.steps = steps
         self.seed = seed
         self.batch_size = int(recipe.training.batch_size or 0)
+        self.augment = str(recipe.training.augment)
         self.objective = seeded(
             lambda: recipe.objective.build(  # type: ignore[attr-defined]
                 num_domains=len(sources.names), num_features=model.num_features, num_classes=num_classes
@@ -214,7 +216,7 @@ class _Trial:
     def train_step(self) -> DomainBatch:
         """Do one step and what follows it; return its batch."""
         before = Progress(self.step, self.steps)
-        batch = self.sources.batch(self.step, size=self.batch_size)
+        batch = self.sources.batch(self.step, size=self.batch_size, augment=self.augment)
         closure = Closure(self.model, self.objective, self.optimizer, batch, before, seed=self.seed)
         self.optimizer.step(self.gradient(Step(self.model, self.objective, batch, before, closure)))
         assert closure.losses is not None, "the optimizer or the gradient intervention never called the closure"

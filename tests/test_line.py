@@ -83,7 +83,7 @@ def test_select_evaluate_report_status(studies, data):
     assert [(o["fold"], o["domain"]) for o in openings] == [(0, "photo"), (1, "sketch")]
     for fold, selected in zip(evaluation["folds"], selection["folds"], strict=True):
         assert {k: fold[k] for k in selected} == selected
-        assert set(fold) - set(selected) == {"target_accuracy", "target_macro_f1"}
+        assert set(fold) - set(selected) == {"target_accuracy", "target_macro_f1", "unknown_classes"}
         assert 0 <= fold["target_macro_f1"] <= 1
         # Computed again, plainly: by training the trial again and predicting each held-out file.
         assert fold["target_accuracy"] == pytest.approx(_target_accuracy(study, fold, data))

@@ -44,8 +44,14 @@ def test_a_family_is_drawn_within_its_ranges_and_under_its_name():
 
 def test_defaults_depend_on_the_network_and_a_recipe_is_stored_resolved():
     recipe = Recipe().resolve("small_cnn")
-    assert recipe.optimizer.lr == 1e-3 and recipe.training == Training(32, 0.0, False)
+    assert recipe.optimizer.lr == 1e-3 and recipe.training == Training(32, 0.0, False, "none")
     assert decode(encode(recipe)) == recipe
+    pretrained = Recipe().resolve("resnet18")
+    assert pretrained.optimizer.lr == 5e-5 and pretrained.training == Training(32, 0.0, True, "standard")
+    scratch, shipped = (read('[[family]]\nname = "a"', network).families[0] for network in ("small_cnn", "resnet18"))
+    assert "standard" not in scratch.ranges["training.augment"].values  # it flips, and a flip may change a digit
+    assert shipped.ranges["training.augment"].values == ("none", "crop", "colour", "standard")
+    assert shipped.defaults["training.freeze_bn"] and not scratch.defaults["training.freeze_bn"]
 
 
 def test_every_shipped_space_is_read_and_has_plain_erm_first():
@@ -108,6 +114,10 @@ def test_an_unknown_space_or_broken_file_is_named(tmp_path):
         ({"objektive": {}}, "unknown slot 'objektive'.*Did you mean 'objective'"),
         ({"objective": {"kind": "corl"}}, "unknown objective 'corl'.*Did you mean 'coral'"),
         ({"optimizer": {"kind": "adam", "lrr": 1}}, "unknown field of optimizer 'adam' 'lrr'.*Did you mean 'lr'"),
+        (
+            {"optimizer": {"lr": "fast"}},
+            "lr of optimizer 'adam' in the recipe: input should be a valid number, not 'fast'",
+        ),
         ({"training": 3}, "training in .* must be a table of fields"),
     ],
 )

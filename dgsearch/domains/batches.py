@@ -1,5 +1,6 @@
 """A fold's source domains, opened: batch t as a pure function of (seed, domain, t), and the parts in order."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dgsearch.domains.cache import default_cache_dir, open_images
+from dgsearch.domains.augment import augmented, draws
+from dgsearch.domains.cache import Images, default_cache_dir, forget_others, open_images
 from dgsearch.domains.layout import DomainIndex, class_names
 from dgsearch.domains.split import Parts, split
 from dgsearch.networks import Normalisation
@@ -20,11 +22,15 @@ CHUNK = 256  # images a forward without gradients
 
 @dataclass(frozen=True)
 class Sources:
-    """The source domains of a fold, described: all that training may know of the data."""
+    """The source domains of a fold, described: all that training may know of the data.
+
+    ``cache`` is where their decoded images are: disk, memory or none. Batches do not depend on it.
+    """
 
     domains: tuple[DomainIndex, ...]
     resolution: int
     cache_dir: Path = field(default_factory=default_cache_dir)
+    cache: str = "disk"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,8 +64,10 @@ class OpenSources:
         for name, positions in zip(self.names, self.trained_on, strict=True):
             if len(positions) == 0:
                 raise ValueError(f"domain {name!r} has no example left to train on")
-        self.images = [
-            open_images(index, resolution=sources.resolution, cache_dir=sources.cache_dir) for index in sources.domains
+        resolution, place = sources.resolution, sources.cache_dir
+        forget_others(sources.domains, resolution=resolution, cache_dir=place)
+        self.images: list[Images] = [
+            open_images(index, resolution=resolution, cache_dir=place, cache=sources.cache) for index in sources.domains
         ]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # the current epoch's, a domain
 
@@ -80,14 +88,18 @@ class OpenSources:
         deviation = np.sqrt(np.maximum(square / count - mean**2, 1e-6))
         return tuple(map(float, mean)), tuple(map(float, deviation))
 
-    def batch(self, t: int, *, size: int) -> DomainBatch:
-        """Return batch ``t``: ``size`` training examples of each domain.
+    def batch(self, t: int, *, size: int, augment: str = "none") -> DomainBatch:
+        """Return batch ``t``: ``size`` training examples of each domain, augmented as ``augment`` says.
 
         A domain's examples come epoch after epoch, each epoch in an order of its own; the batch is positions
         t·B … t·B + B − 1 of that endless row, so a domain with fewer than B examples wraps.
         """
         index = np.stack([self._positions(d, t, size) for d in range(len(self.names))])  # [D, B]
-        return self._batch(index, tuple(range(len(self.names))))
+        batch = self._batch(index, tuple(range(len(self.names))))
+        if augment == "none":
+            return batch
+        drawn = torch.stack([draws(size, seed=self.seed, domain=name, t=t) for name in self.names])  # [D, B, …]
+        return dataclasses.replace(batch, x=augmented(batch.x, augment, drawn=drawn))
 
     def _positions(self, d: int, t: int, size: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(t * size, (t + 1) * size), len(self.trained_on[d]))

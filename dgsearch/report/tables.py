@@ -1,7 +1,7 @@
 """The result table of a study: for each held-out domain, what was selected and how it does there."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from dgsearch.evaluation import Evaluated
 from dgsearch.recipe import decode, parameters
 from dgsearch.selection import Selected
+from dgsearch.study import Fold
 
 FORMATS = ("table", "markdown", "csv")
 FIGURES = ("source_accuracy", "target_accuracy", "target_macro_f1", "gap")
@@ -42,6 +43,21 @@ def result_frame(folds: Iterable[Selected]) -> pd.DataFrame:
     return pd.concat([frame, pd.DataFrame([mean | frame[list(FIGURES)].mean().to_dict()])], ignore_index=True)
 
 
+def family_frame(folds: Iterable[Selected], families: Mapping[Fold, list[Selected]]) -> pd.DataFrame:
+    """Return ``result_frame`` with the best trial of every other family below each fold's selected one.
+
+    Those were not evaluated, so they have no target figures. ``selected`` tells the rows apart.
+    """
+    chosen = list(folds)
+    frame = result_frame(chosen)
+    frame.insert(3, "selected", ["yes"] * len(chosen) + [""])
+    parts = []
+    for n, (selected, others) in enumerate(zip(chosen, families.values(), strict=True)):
+        rest = [other for other in others if other.trial != selected.trial]
+        parts += [frame.iloc[[n]], *([result_frame(rest).iloc[:-1].assign(selected="")] if rest else [])]
+    return pd.concat([*parts, frame.iloc[[-1]]], ignore_index=True)
+
+
 def _short(fold: Selected) -> str:
     values = parameters(decode(fold.recipe))
     return ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
@@ -57,16 +73,20 @@ def render(frame: pd.DataFrame, *, form: str, title: str = "", width: int | None
         return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines) + "\n"
     notes = "hyperparameters"  # too long for a column of a terminal: they go below
     columns = [c for c in frame.columns if c != notes]
+    grouped = bool(frame.iloc[:, 0].duplicated().any())
     table = Table(title=title or None)
     for column in columns:
         numeric = pd.api.types.is_numeric_dtype(frame[column])
         table.add_column(_heading(column), justify="right" if numeric else "left", overflow="fold")
-    for n, line in enumerate(cells):
-        table.add_row(*line[: len(columns)], end_section=n == len(cells) - 2 and cells[-1][0] == "mean")
+    following = [cell[0] for cell in cells[1:]] + [""]
+    for line, after in zip(cells, following, strict=True):
+        table.add_row(*line[: len(columns)], end_section=after == "mean" or (grouped and after != line[0]))
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
-    for row in frame[frame[notes] != ""].itertuples() if notes in frame else ():
-        console.print(f"{row.held_out}: {row.hyperparameters}", highlight=False, markup=False)
+    if notes in frame:
+        noted = frame[frame[notes] != ""]
+        for row in (noted[noted["selected"] != ""] if "selected" in noted else noted).itertuples():
+            console.print(f"{row.held_out} · {row.family}: {row.hyperparameters}", highlight=False, markup=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -24,6 +24,7 @@ class Training:
     threads: int
     precision: str
     cache_dir: Path
+    cache: str = "disk"
 
     def __call__(self, assignment: Assignment, report: Report) -> Outcome:
         """Train the assignment's recipe on its sources."""
@@ -31,7 +32,7 @@ class Training:
         folder = Path(assignment.folder)
         result = run_trial(
             decode(assignment.recipe),
-            Sources(indexes, self.resolution, self.cache_dir),
+            Sources(indexes, self.resolution, self.cache_dir, self.cache),
             network=self.network,
             steps=self.steps,
             seed=self.seed,

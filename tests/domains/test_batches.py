@@ -145,5 +145,5 @@ def test_missing_data_is_named(images, tmp_path):
 def test_an_unreadable_image_is_named(tmp_path):
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "a" / "x" / "1.png").write_text("not an image")
-    with pytest.raises(ValueError, match="can't read the image .*1.png"):
+    with pytest.raises(ValueError, match="domain 'a': 1 of 1 images can't be read, the first: a/x/1.png: not an image"):
         Sources((read_domain(tmp_path, "a"),), 16, tmp_path / "c").open(seed=0, device=CPU, withhold_guide=False)

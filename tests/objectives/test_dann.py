@@ -43,9 +43,7 @@ def plain(dann):
     objective = dann.build(num_domains=2, num_features=6, num_classes=3).double()
     shift = torch.zeros(6, dtype=torch.float64, requires_grad=True)
     hidden = batch().x.flatten(2).double() + shift
-    loss = nn.functional.cross_entropy(
-        objective.discriminator(hidden.flatten(0, 1)), torch.tensor([0] * 5 + [1] * 5)
-    )
+    loss = nn.functional.cross_entropy(objective.discriminator(hidden.flatten(0, 1)), torch.tensor([0] * 5 + [1] * 5))
     loss.backward()
     return shift.grad, [p.grad for p in objective.parameters()]
 
