@@ -66,8 +66,8 @@ def evaluate(
 ) -> Report:
     """Open each fold's held-out domains and measure its selected trial on them.
 
-    Accuracy is over all held-out images of classes that the sources know; macro-F1 is over those classes.
-    An image of a class that no source has counts as wrong. With ``skip_broken``, images that can't be read are
+    Accuracy is over all held-out images, one of a class that no source has counting as wrong; macro-F1 is over
+    the sources' classes. An opening is recorded before it is made. With ``skip_broken``, images that can't be read are
     not counted: ``left_out(domain, count)``.
 
     Raises:
@@ -78,9 +78,9 @@ def evaluate(
         targets = []
         for name in fold.held_out:
             progress(name)
-            index = read_domain(study.specification.data, name)
             opening = {"time": time.time(), "fold": fold.number, "trial": selected.trial, "domain": name}
             append_line(study.path / "openings.jsonl", opening)
+            index = read_domain(study.specification.data, name)
             kept = readable(
                 index,
                 resolution=study.specification.resolution,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import DOMAINS, write_images
 
+from dgsearch import cli
 from dgsearch.study import Study
 
 COMMAND = (sys.executable, "-m", "dgsearch")
@@ -20,6 +21,21 @@ def dgsearch(*arguments, code=0, **options) -> subprocess.CompletedProcess:
     done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options)
     assert done.returncode == code, f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done
+
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    """The command line in this process: what needs no process of its own."""
+
+    def run(*arguments, code=0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["dgsearch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0) == code, err
+        return out, err
+
+    return run
 
 
 def search_options(data: Path, study: Path, **more) -> list[str]:
@@ -92,13 +108,10 @@ def test_select_evaluate_report_status(studies, data):
 
     assert "photo" in dgsearch("report", study).stdout
     markdown = dgsearch("report", study, "--format", "markdown").stdout.splitlines()
-    assert markdown[1].startswith("| --- |") and len(markdown) == 5
+    assert markdown[1].startswith("| --- |") and markdown[-1].startswith("| mean |")
     lines = dgsearch("report", study, "--format", "csv").stdout.splitlines()
-    assert (
-        lines != table_before.splitlines()
-        and len(lines) == 4
-        and lines[0].startswith("held_out,family,trial,source_accuracy,target_accuracy")
-    )
+    assert lines != table_before.splitlines()
+    assert lines[0].startswith("held_out,family,trial,selected,source_accuracy,target_accuracy,target_macro_f1,gap")
     assert dgsearch("report", study, "--format", "pdf", code=2).stderr.startswith("error: unknown format 'pdf'")
 
 
@@ -186,25 +199,60 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda v: v if isinstance(v, str) else None)
-def test_bad_input_is_one_line_and_exit_2(arguments, message, data, tmp_path):
-    done = dgsearch(*[str(data) if a == "DATA" else a for a in arguments], code=2, cwd=tmp_path)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert message.replace("DATA", str(data)) in done.stderr
+def test_bad_input_is_one_line_and_exit_2(arguments, message, data, tmp_path, here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, err = here(*[str(data) if a == "DATA" else a for a in arguments], code=2)
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message.replace("DATA", str(data)) in err
     assert not list(tmp_path.iterdir())
 
 
-def test_every_command_has_help_with_an_example():
-    help_ = dgsearch("--help").stdout
+def test_every_command_has_help_with_an_example(here):
+    help_, _ = here("--help")
     for command in ("methods", "search", "status", "select", "evaluate", "report", "track", "ui", "train"):
         assert command in help_
-        assert "Example: dgsearch" in " ".join(dgsearch(command, "--help").stdout.replace("│", "").split())
+        assert "Example: dgsearch" in " ".join(here(command, "--help")[0].replace("│", "").split())
 
 
-def test_methods_are_listed_for_people_and_for_scripts():
-    entries = json.loads(dgsearch("methods", "--json").stdout)
+def test_methods_are_listed_for_people_and_for_scripts(here):
+    entries = json.loads(here("methods", "--json")[0])
     assert {e["slot"] for e in entries} == {
         "objective", "optimizer", "gradient", "epoch_end", "average", "training"
     }  # fmt: skip
-    coral = json.loads(dgsearch("methods", "coral", "--json").stdout)
+    coral = json.loads(here("methods", "coral", "--json")[0])
     assert len(coral) == 1 and coral[0]["fields"]["weight"]["scratch"] == {"default": 1.0, "range": "0.1 … 10 log"}
-    assert "arXiv:1607.01719" in dgsearch("methods", "coral").stdout.replace("\n", " ")
+    assert "arXiv:1607.01719" in here("methods", "coral")[0].replace("\n", " ")
+
+
+def test_a_bare_recipe_is_trained(data, tmp_path, here):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"objective": {"kind": "coral", "weight": 0.5}, "training": {"batch_size": 4}}')
+    options = ["--steps", "6", "--targets", "photo,sketch", "--resolution", "16", "--seed", "3"]
+    found = json.loads(here("train", recipe, "--data", data, *options, "--json")[0])
+    assert set(found["accuracy"]) == {"art", "cartoon"} and found["recorded"] is None
+    again = json.loads(here("train", recipe, "--data", data, *options, "--json")[0])
+    assert again["source_accuracy"] == found["source_accuracy"]
+    _, wrong = here("train", recipe, "--data", data, "--targets", "phot", code=2)
+    assert "unknown target domain 'phot'" in wrong
+    recipe.write_text('{"objective": {"kind": "coral", "wieght": 0.5}}')
+    assert "Did you mean 'weight'?" in here("train", recipe, "--data", data, code=2)[1]
+
+
+def test_status_counts_by_family_and_report_shows_each_familys_best(studies):
+    dgsearch("select", studies / "ray")
+    status = json.loads(dgsearch("status", studies / "ray", "--json").stdout)
+    for fold, trials in zip(status["folds"], trials_of(studies / "ray"), strict=True):
+        assert set(fold["families"]) == {family for _, family, *_ in trials}
+        for state, count in fold["trials"].items():
+            assert count == sum(family["trials"][state] for family in fold["families"].values())
+            assert count == sum(t[3] == state for t in trials)
+    lines = dgsearch("report", studies / "ray", "--format", "csv").stdout.splitlines()
+    head = lines[0].split(",")
+    rows = [dict(zip(head, line.split(","), strict=False)) for line in lines[1:-1]]
+    for held_out in ("photo", "sketch"):
+        shown = [r for r in rows if r["held_out"] == held_out]
+        complete = [f for f in status["folds"] if f["held_out"] == [held_out]][0]["families"]
+        assert {r["family"] for r in shown} == {n for n, f in complete.items() if f["trials"]["complete"]}
+        assert [r["selected"] for r in shown].count("yes") == 1 and shown[0]["selected"] == "yes"
+        for r in shown:
+            assert float(r["source_accuracy"]) == pytest.approx(complete[r["family"]]["best_source_accuracy"], abs=1e-4)

@@ -81,7 +81,12 @@ def test_defaults_come_first_plain_erm_before_all_and_every_family_has_its_floor
         assert [t.family for t in trials[:3]] == ["erm", "coral", "sgd"]
         assert [t.default for t in trials] == [True] * 3 + [False] * 9
         assert trials[0].recipe["optimizer"] == {"kind": "adam", "lr": 1e-3, "weight_decay": 0.0}
-        assert trials[1].recipe["objective"] == {"kind": "coral", "weight": 1.0, "match_mean": True}
+        assert trials[1].recipe["objective"] == {
+            "kind": "coral",
+            "weight": 1.0,
+            "match_mean": True,
+            "per_class": False,
+        }
         for family in ("erm", "coral", "sgd"):
             assert sum(t.family == family for t in trials) >= 3
     assert_whole(study, trials=12)
