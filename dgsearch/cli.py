@@ -1,6 +1,7 @@
 """The commands: options in, functions of the line called, results printed. No logic."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -198,7 +199,14 @@ def search(
     except KeyboardInterrupt:
         screen.print("interrupted: nothing that ended is lost. The same command goes on.")
         raise typer.Exit(130) from None
-    screen.print(f"searched for {time.perf_counter() - began:.0f} s; next: dgsearch select {study}")
+    screen.print(f"searched for {time.perf_counter() - began:.0f} s")
+    if (reason := line.all_failed(opened)) is not None:
+        screen.print(f"error: every trial failed, the first with: {reason}", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+    if (study / "selection.json").exists():
+        screen.print("a selection was made before and stands; to select anew, move selection.json and evaluation.json")
+    else:
+        screen.print(f"next: dgsearch select {shlex.quote(str(study))}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -239,6 +247,8 @@ def select(
     from dgsearch.tracking.writer import project_quietly
 
     opened = Study.open(study)
+    if (unfinished := line.unfinished(opened)) is not None:
+        screen.print(f"note: the search is not finished: {unfinished}", soft_wrap=True)
     selection = line.select(opened, criterion=criterion)
     project_quietly(opened)
     if as_json:
@@ -246,7 +256,7 @@ def select(
     else:
         frame = result_frame(selection.folds).dropna(axis="columns", how="all")
         _out(render(frame, form="table", title=f"selected by {criterion}"))
-        screen.print(f"next: dgsearch evaluate {study}")
+        screen.print(f"next: dgsearch evaluate {shlex.quote(str(study))}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -378,6 +388,10 @@ def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        screen.print(f"error: {error.strerror or error}{where}", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except ValueError as error:
         screen.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)

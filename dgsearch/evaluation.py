@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score
 
 from dgsearch.domains.batches import CHUNK
 from dgsearch.domains.cache import open_images, readable
-from dgsearch.domains.layout import DomainIndex, class_names, read_domain
+from dgsearch.domains.layout import DomainIndex, class_names, domain_names, read_domain
 from dgsearch.networks import build_network
 from dgsearch.selection import Selected, Selection, selected_trial
 from dgsearch.step import DomainBatch
@@ -73,8 +74,12 @@ def evaluate(
     Raises:
         ValueError: if a held-out domain or the weights are missing, or an image can't be read.
     """
+    pairs = list(zip(study.folds, selection.folds, strict=True))
+    weights = [_weights(study, fold, selected) for fold, selected in pairs]
+    if any(fold.held_out for fold in study.folds):
+        domain_names(study.specification.data)  # before anything is opened: all that can be known to fail
     folds = []
-    for fold, selected in zip(study.folds, selection.folds, strict=True):
+    for (fold, selected), state in zip(pairs, weights, strict=True):
         targets = []
         for name in fold.held_out:
             progress(name)
@@ -91,7 +96,7 @@ def evaluate(
                 left_out(name, len(index) - len(kept))
             targets.append(kept)
         classes = class_names([DomainIndex.load(study.index_path(name)) for name in fold.sources])
-        figures = _measure(study, fold, selected, targets, classes, cache_dir, device) if targets else (None, None)
+        figures = _measure(study, state, targets, classes, cache_dir, device) if targets else (None, None)
         unknown = tuple(name for name in class_names(targets) if name not in classes)
         folds.append(
             Evaluated(**vars(selected), target_accuracy=figures[0], target_macro_f1=figures[1], unknown_classes=unknown)
@@ -101,17 +106,23 @@ def evaluate(
     return report
 
 
+def _weights(study: Study, fold: Fold, selected: Selected) -> dict[str, torch.Tensor]:
+    _, path = selected_trial(study, fold, selected)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"the weights {path} are damaged: {error}") from None
+
+
 def _measure(
     study: Study,
-    fold: Fold,
-    selected: Selected,
+    state: dict[str, torch.Tensor],
     targets: list[DomainIndex],
     classes: tuple[str, ...],
     cache_dir: Path,
     device: str,
 ) -> tuple[float, float]:
     specification = study.specification
-    _, path = selected_trial(study, fold, selected)
     model = build_network(
         specification.network,
         num_classes=len(classes),
@@ -120,7 +131,7 @@ def _measure(
         precision=specification.precision,
         initial=False,
     )
-    model.load_state_dict(load_file(path))
+    model.load_state_dict(state)
     model.to(device).to(memory_format=torch.channels_last)
     predicted, truth = [], []
     ids = {name: k for k, name in enumerate(classes)}

@@ -13,15 +13,15 @@ from dgsearch import selection
 from dgsearch.component import known_or_raise
 from dgsearch.domains.batches import Sources
 from dgsearch.domains.cache import CACHES, default_cache_dir, open_images, readable
-from dgsearch.domains.layout import DomainIndex, domain_names, read_domain
+from dgsearch.domains.layout import DomainIndex, class_names, domain_names, read_domain
 from dgsearch.domains.split import split
 from dgsearch.evaluation import Report, evaluate
-from dgsearch.networks import network_name, weights_hash
+from dgsearch.networks import PRECISIONS, network_name, weights_hash
 from dgsearch.recipe import decode
-from dgsearch.search.engine import Engine
+from dgsearch.search.engine import Engine, ended_by_signals
 from dgsearch.search.local import run_local
 from dgsearch.search.trial import Training
-from dgsearch.search_space import read_space
+from dgsearch.search_space import SearchSpace, read_space
 from dgsearch.selection import Selection
 from dgsearch.study import STATES, Fold, Specification, Study, TrialRecord, read_json
 from dgsearch.train import Evaluation, TrialResult, run_trial
@@ -55,12 +55,15 @@ def plan_folds(data: Path, *, targets: str = "all", sources: str | None = None) 
         ValueError: for an unknown domain, or a fold without a source.
     """
     known = domain_names(data)
-    named = None if sources is None else _names(sources)
+    named = None if sources is None else known if sources == "all" else _names(sources)
     for name in named or []:
         known_or_raise("source domain", name, known, where=str(data))
     held_out = known if targets == "all" else _names(targets)
     if named is not None and targets == "all":
         held_out = [name for name in known if name not in named] or [""]
+    for name in held_out if targets != "all" else ():
+        if name in (named or ()):
+            raise ValueError(f"{name!r} is both a source and a target: name it in one of --sources and --targets")
     folds: list[Fold] = []
     for target in held_out:
         if named is None:
@@ -110,6 +113,7 @@ def open_study(
     """
     if min(steps, resolution, threads) < 1 or (batch_size is not None and batch_size < 1):
         raise ValueError("steps, resolution, batch size and threads must be at least 1")
+    known_or_raise("precision", precision, PRECISIONS)
     network = network_name(network)
     read = read_space(space, network=network, batch_size=batch_size)
     folds = plan_folds(data, targets=targets, sources=sources)
@@ -125,6 +129,10 @@ def open_study(
     names = sorted({name for fold in folds for name in fold.sources})
     known_or_raise("cache", cache, CACHES)
     indexes = [read_domain(data, name) for name in names]
+    for fold in folds:
+        classes = class_names([index for index in indexes if index.name in fold.sources])
+        if len(classes) < 2:
+            raise ValueError(f"{data} has only the class {classes[0]!r} in {', '.join(fold.sources)}: nothing to learn")
     specification = Specification(
         data=str(data.resolve()),
         fingerprints={index.name: index.fingerprint for index in indexes},
@@ -149,7 +157,12 @@ def open_study(
         for index in indexes
     ]
     for index in kept:
-        split(index, seed=seed)  # raises for a given split with an empty part
+        parts = split(index, seed=seed)
+        if not len(parts.validation) or not len(parts.train):
+            raise ValueError(
+                f"domain {index.name!r} of {data} can't be both trained on and validated on: some class needs at "
+                f"least 2 images, or 2 groups"
+            )
     fingerprints = {index.name: index.fingerprint for index in kept}
     return Study.create(path, replace(specification, fingerprints=fingerprints), kept)
 
@@ -195,7 +208,23 @@ def search(
     known_or_raise("cache", cache, CACHES)
     specification = study.specification
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
-    engine = Engine(study, read, trials=trials, on_event=on_event)
+    with ended_by_signals(), study.driven():
+        study.plan(trials)
+        _search(study, read, trials, executor, cache_dir, cache, on_event, progress)
+
+
+def _search(
+    study: Study,
+    space: SearchSpace,
+    trials: int,
+    executor: Executor,
+    cache_dir: Path | None,
+    cache: str,
+    on_event: Event,
+    progress: Progress,
+) -> None:
+    specification = study.specification
+    engine = Engine(study, space, trials=trials, on_event=on_event)
     place = cache_dir or default_cache_dir()
     for name in specification.fingerprints if cache == "disk" else ():
         open_images(
@@ -245,6 +274,20 @@ def status(study: Study) -> dict[str, Any]:
             | {"families": {name: _counts(found) for name, found in families.items()}}
         )
     return {"folds": folds}
+
+
+def all_failed(study: Study) -> str | None:
+    """Return why the first trial failed if every trial did, else None."""
+    trials = [t for fold in study.folds for t in study.trials(fold.number)]
+    reasons = [t.result["reason"] for t in trials if t.state == "failed"]
+    return reasons[0] if reasons and len(reasons) == len(trials) else None
+
+
+def unfinished(study: Study) -> str | None:
+    """Return how much of the latest search is still to do, or None if it is done."""
+    ended = sum(bool(t.result) for fold in study.folds for t in study.trials(fold.number))
+    asked = (study.planned or 0) * len(study.folds)
+    return f"{ended} of {asked} trials have ended" if ended < asked else None
 
 
 def _counts(trials: list[TrialRecord]) -> dict[str, Any]:
@@ -360,6 +403,8 @@ def _trial_values(values: Any, data: Path, settings: dict[str, Any], *, where: s
     if settings:
         raise ValueError(f"{where} is a trial, which says itself how it was trained: leave out {', '.join(settings)}")
     kinds: dict[str, type] = {"sources": list, **{n: type(v) for n, v in SETTINGS.items()}}
+    if isinstance(values.get("resolution"), int) and values["resolution"] < 8:
+        raise ValueError(f"{where}: resolution must be at least 8, not {values['resolution']}")
     for name, kind in kinds.items():
         if not isinstance(values.get(name), kind):
             raise ValueError(

@@ -22,6 +22,7 @@ from dgsearch.component import NetworkKind, known_or_raise
 from dgsearch.randomness import seeded
 from dgsearch.step import Dropout
 
+PRECISIONS = ("float32", "bfloat16")
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation a channel
 IMAGENET: Normalisation = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # what torchvision's weights were trained with
 
@@ -269,7 +270,7 @@ def build_network(
         ValueError: if the name or the precision is unknown, or the weights can't be had or don't fit.
     """
     architecture, _ = _parsed(name)
-    known_or_raise("precision", precision, ("float32", "bfloat16"))
+    known_or_raise("precision", precision, PRECISIONS)
     path = weights_file(name) if initial else None
 
     def make() -> Network:

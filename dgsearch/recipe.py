@@ -45,6 +45,10 @@ class Training(Component):
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
+
     @classmethod
     def choice(cls) -> str:
         """Return ``training``: its parameters' prefix."""

@@ -5,18 +5,23 @@
     folds/0/journal.log           Optuna's journal
     folds/0/verdicts.jsonl        early stopping: value, rung and verdict, in the order they were given
     folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, and a folder a session with weights
+    plan.json                     how many trials a fold were asked for
     selection.json, evaluation.json, openings.jsonl
     tracking.json, mlflow.db, mlartifacts/
 
 Folders carry numbers only: a trial is never told, even by a path, which domain its fold holds out.
 """
 
+import contextlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.train import Evaluation
@@ -44,15 +49,23 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def append_line(path: Path, value: Any) -> None:
-    """Append one line of JSON; a line that an earlier writer left cut in half is dropped first."""
-    with path.open("a+b") as file:
+def drop_torn_line(path: Path) -> None:
+    """Drop a last line that an earlier writer left cut in half."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
             if file.read(1) != b"\n":
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Append one line of JSON; a line that an earlier writer left cut in half is dropped first."""
+    drop_torn_line(path)
+    with path.open("ab") as file:
         file.write(json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -80,17 +93,17 @@ class Specification:
     """What a study searches and how; two commands go on with one study only if these agree."""
 
     data: str
+    folds: tuple[Fold, ...]
     fingerprints: dict[str, str]  # of each source domain
+    network: str
     space: str
     space_hash: str
-    network: str
     resolution: int
     steps: int
     batch_size: int | None
     seed: int
     threads: int
     precision: str
-    folds: tuple[Fold, ...]
     version: str = ""
     weights_hash: str | None = None  # of the file of the network's initial weights
 
@@ -98,16 +111,21 @@ class Specification:
         """Return what differs from another specification in a way that would change results, or None."""
         mine, theirs = asdict(self), asdict(other)
         for name in mine:
-            if name not in ("data", "version") and mine[name] != theirs[name]:
-                return f"{name.replace('_', ' ')}: {_short(mine[name])} there, {_short(theirs[name])} here"
+            if name in ("data", "version") or mine[name] == theirs[name]:
+                continue
+            if name == "folds":
+                return f"folds: {_folds(self.folds)} there, {_folds(other.folds)} here"
+            if name == "fingerprints":
+                changed = sorted(d for d in mine[name] if mine[name][d] != theirs[name].get(d))
+                return f"data: the files of {', '.join(changed) or 'some domains'} are not those it was made with"
+            if name == "space_hash":
+                return f"the choices, ranges or defaults of the space {self.space!r}"
+            return f"{name.replace('_', ' ')}: {mine[name]} there, {theirs[name]} here"
         return None
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
-        return ", ".join("+".join(fold["held_out"]) or "none" for fold in value) + " held out"
-    text = str(value)
-    return text if len(text) < 200 else f"{text[:200]}…"
+def _folds(folds: tuple[Fold, ...]) -> str:
+    return "; ".join(f"{', '.join(f.held_out) or 'none'} held out of {', '.join(f.sources)}" for f in folds)
 
 
 @dataclass(frozen=True)
@@ -156,19 +174,21 @@ class Study:
     def create(cls, path: Path, specification: Specification, indexes: list[DomainIndex]) -> "Study":
         """Create the directory, or open it if it was created with the same specification.
 
+        A study in which no trial has begun may be defined anew.
+
         Raises:
             ValueError: if it holds another study (what differs is said), or something else, or can't be
                 written.
         """
         file = path / "study.json"
         try:
-            if file.exists():
+            if file.exists() and any(path.glob("folds/*/trials/*/trial.json")):
                 study = cls.open(path)
                 difference = study.specification.difference(specification)
                 if difference is not None:
                     raise ValueError(f"the study {path} is of another search ({difference}); give a new --study")
                 return study
-            if path.exists() and any(entry.name != "domains" for entry in path.iterdir()):
+            if not file.exists() and path.exists() and any(entry.name != "domains" for entry in path.iterdir()):
                 raise ValueError(f"{path} holds something that is not a study; give a new --study")
             for number, index in enumerate(indexes):
                 (path / "domains").mkdir(parents=True, exist_ok=True)
@@ -189,8 +209,44 @@ class Study:
         if not file.is_file():
             raise ValueError(f"no study at {path}: {file} does not exist; `dgsearch search --study` makes one")
         values = read_json(file)
-        folds = tuple(Fold(f["number"], tuple(f["sources"]), tuple(f["held_out"])) for f in values.pop("folds"))
-        return cls(path, Specification(**values, folds=folds))
+        try:
+            folds = tuple(Fold(f["number"], tuple(f["sources"]), tuple(f["held_out"])) for f in values["folds"])
+            return cls(path, Specification(**values | {"folds": folds}))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file} is not of a study, or of another version of dgsearch: {error}") from None
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """Be the only driver of the study until the exit; a killed driver's hold ends with it.
+
+        Raises:
+            ValueError: if another one is at work.
+        """
+        lock, driver = FileLock(self.path / ".driver.lock"), self.path / "driver.json"
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            who = read_json(driver) if driver.exists() else {}
+            raise ValueError(
+                f"the study {self.path} is being searched by process {who.get('pid', '?')} on {who.get('host', '?')}; "
+                "one driver at a time"
+            ) from None
+        try:
+            write_json(driver, {"pid": os.getpid(), "host": socket.gethostname()})
+            yield
+        finally:
+            driver.unlink(missing_ok=True)
+            lock.release()
+
+    @property
+    def planned(self) -> int | None:
+        """How many trials a fold the latest search was asked for, if there was one."""
+        file = self.path / "plan.json"
+        return int(read_json(file)["trials"]) if file.exists() else None
+
+    def plan(self, trials: int) -> None:
+        """Record how many trials a fold are asked for."""
+        write_json(self.path / "plan.json", {"trials": trials})
 
     def index_path(self, domain: str) -> Path:
         """Return where a source domain's index is kept."""

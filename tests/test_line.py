@@ -256,3 +256,66 @@ def test_status_counts_by_family_and_report_shows_each_familys_best(studies):
         assert [r["selected"] for r in shown].count("yes") == 1 and shown[0]["selected"] == "yes"
         for r in shown:
             assert float(r["source_accuracy"]) == pytest.approx(complete[r["family"]]["best_source_accuracy"], abs=1e-4)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_search_cleanly_and_it_goes_on(sent, data, tmp_path):
+    study = tmp_path / "s"
+    options = search_options(data, study, executor="ray", targets="photo", trials=4, steps=60)
+    driver = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not list(study.glob("folds/*/trials/*/evaluations.jsonl")) and time.monotonic() < end:
+        time.sleep(0.05)
+    driver.send_signal(sent)
+    _, err = driver.communicate(timeout=60)
+    assert driver.returncode == 130 and "interrupted: nothing that ended is lost" in err
+    assert "searched" not in err and "SIGTERM received" not in err
+    if sent == signal.SIGTERM:
+        assert (
+            "note: the search is not finished"
+            in subprocess.run([*COMMAND, "select", str(study)], capture_output=True, text=True).stderr
+        )
+        dgsearch(*options)
+        assert len(Study.open(study).trials(0)) == 4
+
+
+def test_a_second_driver_is_refused(data, tmp_path, here):
+    study = tmp_path / "s"
+    options = search_options(data, study, executor="local", targets="photo", trials=1)
+    here(*options)
+    with Study.open(study).driven():
+        _, err = here(*options, code=2)
+    assert f"is being searched by process {os.getpid()} on" in err.splitlines()[-1]
+    here(*options)
+
+
+def test_evaluate_opens_nothing_when_something_is_missing(data, tmp_path, here):
+    study = tmp_path / "s"
+    here(*search_options(data, study, executor="local", targets="photo,sketch", trials=1))
+    here("select", study)
+    (weights,) = study.glob("folds/1/trials/0000/*/weights.safetensors")
+    whole = weights.read_bytes()
+    for broken, message in ((None, "are missing"), (whole[:100], "are damaged")):
+        weights.unlink(missing_ok=True)
+        if broken:
+            weights.write_bytes(broken)
+        _, err = here("evaluate", study, code=2)
+        assert message in err and not (study / "openings.jsonl").exists()
+    weights.write_bytes(whole)
+    here("evaluate", study)
+    assert len((study / "openings.jsonl").read_text().splitlines()) == 2
+
+
+def test_data_that_cannot_be_learned_from_is_refused_before_a_study_is_written(tmp_path, here):
+    single = write_images(tmp_path / "single", count=1)
+    few = write_images(tmp_path / "few", classes=("cat",))
+    for data, message in ((single, "can't be both trained on and validated on"), (few, "only the class 'cat'")):
+        _, err = here(*search_options(data, tmp_path / "s", executor="local"), code=2)
+        assert message in err and not (tmp_path / "s").exists()
+
+
+def test_an_unreachable_cluster_is_one_line(data, tmp_path, here):
+    _, err = here(*search_options(data, tmp_path / "s", executor="ray", address="127.0.0.1:9"), code=2)
+    assert "no Ray cluster answers at 127.0.0.1:9" in err
+    # No trial has begun, so the study may be defined anew.
+    here(*search_options(data, tmp_path / "s", executor="local", trials=1, targets="photo", seed=5))

@@ -15,8 +15,8 @@ class TrialLines:
         self.console = console
         self.began = time.monotonic()
         ended = [t for fold in study.folds for t in study.trials(fold.number) if t.result]
-        self.total = trials * len(study.folds)
         self.done = self.before = len(ended)
+        self.total = max(trials * len(study.folds), self.done)
         self.best: dict[int, float] = {}
         for trial in ended:
             self._take(trial)

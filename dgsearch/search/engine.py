@@ -4,13 +4,17 @@ The study directory is the record and Optuna's journal a projection of it: whate
 to the study before it is acted on, so that a driver killed at any moment can be followed by another.
 """
 
+import contextlib
 import importlib.metadata
+import json
 import math
 import shutil
+import signal
+import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from dgsearch.domains.layout import DomainIndex, class_names
 from dgsearch.randomness import seed_of
 from dgsearch.recipe import encode
 from dgsearch.search_space import SearchSpace
-from dgsearch.study import Fold, Study, TrialRecord, append_line, read_lines, write_json
+from dgsearch.study import Fold, Study, TrialRecord, append_line, drop_torn_line, read_lines, write_json
 from dgsearch.train import Evaluation, StopTrial, evaluation_steps
 
 RUNGS = (0.1, 0.3)  # shares of a trial's steps at which it may be stopped
@@ -67,6 +71,24 @@ def run_guarded(trial: Trial, assignment: Assignment, report: Report) -> Outcome
     except Exception as error:  # a component may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome("failed", f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGUSR1 (Slurm's notice) end what runs inside as Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def stops(value: float, recorded: list[float]) -> bool:
@@ -116,8 +138,14 @@ class FoldSearch:
             self._take(line)
         self.running: dict[int, _Running] = {}
         journal = str(self.folder / "journal.log")
-        storage = JournalStorage(JournalFileBackend(journal, lock_obj=JournalFileOpenLock(journal)))
-        self.optuna = optuna.create_study(storage=storage, study_name="fold", direction="maximize", load_if_exists=True)
+        drop_torn_line(Path(journal))
+        try:
+            storage = JournalStorage(JournalFileBackend(journal, lock_obj=JournalFileOpenLock(journal)))
+            self.optuna = optuna.create_study(
+                storage=storage, study_name="fold", direction="maximize", load_if_exists=True
+            )
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the journal {journal} is damaged: {error}") from None
         self.families: list[str] = []  # of the trials begun, in order
         self.unfinished: deque[_Running] = deque()
         self._adopt()

@@ -6,6 +6,7 @@ Each session is a new Tune run; nothing of Tune's own state is ever restored (th
 import json
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")  # Ctrl-C is ours: Tune would end as if done
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # the study is the only log
 
 import ray
@@ -21,7 +23,7 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from dgsearch.search.engine import Assignment, Engine, Outcome, Trial, run_guarded
+from dgsearch.search.engine import Assignment, Engine, Outcome, Trial, ended_by_signals, run_guarded
 from dgsearch.train import Evaluation
 
 METRIC = "value"
@@ -103,6 +105,19 @@ def _trainable(trial: Trial) -> Callable[[dict[str, Any]], None]:
     return train
 
 
+def _check_address(address: str) -> None:
+    """Raise a ValueError if nothing listens at HOST:PORT: Ray itself would try for minutes."""
+    if address in ("local", "auto") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--address must be local, auto or HOST:PORT, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster answers at {address}: {error}") from None
+
+
 def run_ray(
     engine: Engine,
     trial: Trial,
@@ -119,12 +134,19 @@ def run_ray(
     """
     ours = not ray.is_initialized()
     if ours:
-        ray.init(
-            address=address,
-            include_dashboard=None if address != "local" else False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        _check_address(address)
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=None if address != "local" else False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except ConnectionError as error:
+            raise ValueError(
+                f"no Ray cluster at --address {address}: start one with `ray start --head`, or use "
+                f"--address local ({str(error).splitlines()[0]})"
+            ) from None
     try:
         total = ray.cluster_resources()
         fits = int(total.get("CPU", 0) / cpus_per_trial) if cpus_per_trial else engine.left
@@ -159,7 +181,11 @@ def run_ray(
                     callbacks=[],
                 ),
             )
-            tuner.fit()
+            with ended_by_signals():  # again: ray.init has put its own handlers in place
+                tuner.fit()
+            if engine.left:
+                # Tune keeps SIGUSR1 for itself, and returns at it as if all were done.
+                raise KeyboardInterrupt
     finally:
         if ours:
             ray.shutdown()

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import IO
 
 from dgsearch.study import Study
-from dgsearch.tracking.describe import experiment_name
 from dgsearch.tracking.projection import project
 from dgsearch.tracking.store import artifacts, is_database, resolve_uri, shown
 
@@ -46,7 +45,8 @@ def serve_ui(
     """
     uri = resolve_uri(study, uri)
     if not is_database(uri):
-        say(f"{shown(uri)} shows the study as experiment {experiment_name(study)!r}; sort by Created")
+        projected = project(study, uri)
+        say(f"{shown(uri)} shows the study as experiment {projected.experiment!r}; sort by Created")
         return
     port = free_port(host, port=port)
     try:
