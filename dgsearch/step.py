@@ -133,6 +133,25 @@ def masks(*modules: nn.Module, domains: Sequence[int], draw: tuple[int, int] | N
             layer.domains, layer.draw = domains_before, draw_before
 
 
+def signal_to_noise(gradients: Sequence[Sequence[Tensor]], *, batches: float) -> tuple[float, float]:
+    """Return the share of parameters whose gradient's signal-to-noise ratio over domains is above 1, and the OSGR.
+
+    The ratio is r = mean² / variance over the domains' gradients (unbiased), and the one-step generalization ratio
+    1 − (1/n) Σ W/(r + 1/n), W = E[g²] / Σ E[g²], n = ``batches``: how many batches of this size the training
+    examples make (ICML 2025, arXiv:2606.16301).
+    """
+    over = count = 0
+    terms = total = 0.0
+    for found in zip(*gradients, strict=True):
+        stacked = torch.stack(found)  # [D, …]
+        ratio = stacked.mean(0).square() / stacked.var(0).clamp_min(1e-20)
+        square = stacked.square().mean(0)
+        over, count = over + int((ratio > 1).sum()), count + ratio.numel()
+        terms += (square / (ratio + 1 / batches)).sum().item()
+        total += square.sum().item()
+    return over / count, 1 - terms / total / batches if total > 0 else 0.0
+
+
 @contextmanager
 def probing(*modules: nn.Module) -> Iterator[None]:
     """Keep the modules' mode and put every buffer back at the exit: batch norm's, and objectives' state.
@@ -174,6 +193,7 @@ class Closure:
         self.seed = seed
         self.calls = 0
         self.losses: Losses | None = None  # of the first call, detached
+        self.log: dict[str, Tensor] = {}  # what is worth drawing of the step; interventions may add to it
 
     def __call__(self) -> Tensor:
         """Compute the losses and gradients at the current weights."""
@@ -191,9 +211,19 @@ class Closure:
                 losses,
                 task=losses.task.detach(),
                 penalty=losses.penalty.detach(),
-                log={name: value.detach() for name, value in losses.log.items()},
             )
+            self.log |= {name: value.detach() for name, value in losses.log.items()}
         return total.detach()
+
+    def take(self, task: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """Count as a call whose task losses [D] and gradients are known already; return the total loss."""
+        self.calls += 1
+        self.optimizer.zero_grad()
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.losses = Losses(task, task.new_zeros(()))
+        return self.losses.total
 
     @contextmanager
     def masks(self) -> Iterator[None]:

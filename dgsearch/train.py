@@ -18,9 +18,21 @@ from dgsearch.domains.batches import OpenSources, Sources
 from dgsearch.networks import IMAGENET, Network, Normalisation, build_network, network_kind
 from dgsearch.randomness import seed_of, seeded
 from dgsearch.recipe import Recipe, encode
-from dgsearch.step import Closure, DomainBatch, EpochEnd, Progress, Step, cosines, domain_gradients, masks
+from dgsearch.step import (
+    Closure,
+    DomainBatch,
+    EpochEnd,
+    Progress,
+    Step,
+    cosines,
+    domain_gradients,
+    masks,
+    probing,
+    signal_to_noise,
+)
 
 EVALUATIONS = 20  # a trial
+STATISTICS_BATCHES = 32  # that an average's batch-norm statistics are computed on
 
 
 class StopTrial(Exception):  # noqa: N818 - a verdict, not an error
@@ -186,7 +198,8 @@ class _Trial:
         self.epoch_end = recipe.epoch_end.build(seed=seed)  # type: ignore[attr-defined]
         self.average = recipe.average.build(model)  # type: ignore[attr-defined]
         shortest = min(len(positions) for positions in sources.trained_on)
-        self.epoch_steps = math.ceil(shortest / self.batch_size)
+        every = getattr(self.epoch_end, "every", 0)  # a share of training; 0 is an epoch of the shortest domain
+        self.epoch_steps = max(1, round(every * steps)) if every else math.ceil(shortest / self.batch_size)
         self.step = 0
         self.seconds = 0.0
         self.evaluations: list[Evaluation] = []
@@ -220,7 +233,7 @@ class _Trial:
         closure = Closure(self.model, self.objective, self.optimizer, batch, before, seed=self.seed)
         self.optimizer.step(self.gradient(Step(self.model, self.objective, batch, before, closure)))
         assert closure.losses is not None, "the optimizer or the gradient intervention never called the closure"
-        for name, value in {"train/loss": closure.losses.total, **closure.losses.log}.items():
+        for name, value in {"train/loss": closure.losses.total, **closure.log}.items():
             self._means.setdefault(name, []).append(value)
         self.step += 1
         after = Progress(self.step, self.steps)
@@ -235,16 +248,19 @@ class _Trial:
         """Validate the weights that the average yields, and keep them if they are the best yet."""
         raw = self.validate()
         self.average.observe(sum(loss for _, loss in raw.values()) / len(raw), Progress(self.step, self.steps))
+        log = {name: torch.stack(values).mean().item() for name, values in self._means.items()}
+        self._means.clear()
+        log |= self.diagnostics(batch) | self.edits
         weights = self.average.weights()
-        with _swapped(self.model, weights):
+        with _swapped(self.model, weights), contextlib.nullcontext() if weights is None else probing(self.model):
+            if weights is not None:
+                self.refresh_statistics()
             figures = raw if weights is None else self.validate()
-            log = {name: torch.stack(values).mean().item() for name, values in self._means.items()}
-            self._means.clear()
             evaluation = Evaluation(
                 self.step,
                 {name: accuracy for name, (accuracy, _) in figures.items()},
                 {name: loss for name, (_, loss) in figures.items()},
-                log | self.agreement(batch) | self.edits,
+                log,
                 seconds,
             )
             if not all(math.isfinite(v) for v in (log["train/loss"], *evaluation.loss.values())):
@@ -267,15 +283,44 @@ class _Trial:
             found[name] = (accuracy, functional.cross_entropy(logits.double(), y).item())
         return found
 
-    def agreement(self, batch: DomainBatch) -> dict[str, float]:
-        """Return the mean and least cosine between domain gradients on the step's batch."""
+    @torch.no_grad()
+    def refresh_statistics(self) -> None:
+        """Compute live batch norm's statistics anew for the weights that an average yields, on recent batches."""
+        live = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        if not live:
+            return
+        momenta = [m.momentum for m in live]
+        for m in live:
+            m.reset_running_stats()
+            m.momentum = None  # the mean over all batches seen
+        for t in range(max(0, self.step - STATISTICS_BATCHES), self.step):
+            batch = self.sources.batch(t, size=self.batch_size, augment=self.augment)
+            with masks(self.model, domains=batch.domains, draw=(self.seed, t)):
+                self.model(batch.x)
+        for m, momentum in zip(live, momenta, strict=True):
+            m.momentum = momentum
+
+    def diagnostics(self, batch: DomainBatch) -> dict[str, float]:
+        """Return the agreement and signal-to-noise of domain gradients on the step's batch, at the raw weights.
+
+        An optimizer that keeps moments of its own adds what it makes of them.
+        """
+        batches = sum(map(len, self.sources.trained_on)) / batch.y.numel()
+        own = getattr(self.optimizer, "diagnostics", None)
+        found: dict[str, float] = {} if own is None else own(batches=batches)
         if len(batch.domains) < 2:
-            return {}
+            return found
         progress = Progress(self.step - 1, self.steps)  # the masks of the step just done
         with masks(self.model, self.objective, domains=batch.domains, draw=(self.seed, progress.step)):
             _, gradients = domain_gradients(self.model, self.objective, batch, progress)
-        found = cosines(gradients)
-        return {"gradient_agreement/mean": found.mean().item(), "gradient_agreement/min": found.min().item()}
+        pairs = cosines(gradients)
+        over, ratio = signal_to_noise(gradients, batches=batches)
+        return found | {
+            "gradient_agreement/mean": pairs.mean().item(),
+            "gradient_agreement/min": pairs.min().item(),
+            "domains/gsnr_share_over_1": over,
+            "domains/osgr": ratio,
+        }
 
     @property
     def _stateful(self) -> dict[str, Any]:

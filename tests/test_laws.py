@@ -313,7 +313,13 @@ VARIANTS = [  # of fields whose values take another path through the mathematics
     {"conditional": True, "depth": 3},
 ]
 # torch's own: nothing of ours to compare, but that options arrive is tested in tests/test_train.py
-OPTIMIZER_REFERENCES = {"adam": "torch", "adamw": "torch", "sgd": "torch"}
+OPTIMIZER_REFERENCES = {
+    "adam": "torch",
+    "adamw": "torch",
+    "sgd": "torch",
+    "sam": "tests/optimizers/test_sam.py",
+    "genie": "tests/optimizers/test_genie.py",
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(SLOTS["objective"]) - EXEMPT))
