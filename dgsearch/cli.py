@@ -384,6 +384,26 @@ def train(
         _out(f"versions differ: {differs}")
 
 
+@app.command()
+def toy(
+    name: Annotated[str, typer.Argument(help="feature_contamination or gga_2d.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 3,
+    out: Annotated[Optional[Path], typer.Option(help="The picture, a PNG file; else NAME.png here.")] = None,  # noqa: UP045
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps: the effect's sign, not its size.")] = False,
+) -> None:
+    """Run a toy problem with a known answer: its figures and a picture. Example: dgsearch toy gga_2d --quick."""
+    from dgsearch import toys
+    from dgsearch.component import known_or_raise
+    from dgsearch.report.tables import render
+
+    known_or_raise("toy", name, toys.TOYS)
+    picture = out or Path(f"{name}.png")
+    results = toys.over_seeds(name, seeds=seeds, quick=quick, progress=lambda what: screen.print(what, markup=False))
+    _out(render(toys.figure_frame(results), form="table", title=f"{name}: mean over {seeds} seeds ± standard error"))
+    toys.draw(name, results, picture)
+    _out(f"picture: {picture}")
+
+
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
     try:
