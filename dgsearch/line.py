@@ -149,7 +149,7 @@ def open_study(
         version=importlib.metadata.version("dgsearch"),
         weights_hash=weights_hash(network),  # fetches them: trials find the file
     )
-    if (path / "study.json").exists():  # of another search, perhaps: said before long decoding
+    if Study.has_begun(path):  # of another search, perhaps: said before long decoding
         there = Study.open(path).specification.fingerprints
         Study.create(path, replace(specification, fingerprints=there), [])
     kept = [

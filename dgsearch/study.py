@@ -182,7 +182,7 @@ class Study:
         """
         file = path / "study.json"
         try:
-            if file.exists() and any(path.glob("folds/*/trials/*/trial.json")):
+            if cls.has_begun(path):
                 study = cls.open(path)
                 difference = study.specification.difference(specification)
                 if difference is not None:
@@ -197,6 +197,11 @@ class Study:
         except OSError as error:
             raise ValueError(f"can't write the study {path}: {error.strerror}") from None
         return cls(path, specification)
+
+    @staticmethod
+    def has_begun(path: Path) -> bool:
+        """Whether ``path`` holds a study in which a trial has begun."""
+        return (path / "study.json").exists() and any(path.glob("folds/*/trials/*/trial.json"))
 
     @classmethod
     def open(cls, path: Path) -> "Study":

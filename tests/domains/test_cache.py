@@ -143,8 +143,9 @@ def test_broken_files_stop_a_search_before_anything_is_written_and_are_left_out_
 
 
 def test_another_search_in_the_study_is_said_before_anything_is_decoded(images, tmp_path):
-    options = {"data": images, "space": "quick", "steps": 6, "cache_dir": tmp_path / "c"}
-    line.open_study(tmp_path / "study", resolution=16, **options)
+    options = {"data": images, "space": "quick", "steps": 6, "targets": "photo", "cache_dir": tmp_path / "c"}
+    study = line.open_study(tmp_path / "study", resolution=16, **options)
+    line.search(study, space="quick", trials=1, executor=line.Executor("local"), cache_dir=tmp_path / "c")
     with pytest.raises(ValueError, match="is of another search .resolution"):
         line.open_study(tmp_path / "study", resolution=17, progress=lambda *_: pytest.fail("decoded"), **options)
 
