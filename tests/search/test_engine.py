@@ -273,10 +273,14 @@ def test_a_line_cut_in_half_is_dropped(tmp_path):
 
 def test_another_specification_is_refused_and_the_difference_named(tmp_path):
     space = make_space()
-    study = make_study(tmp_path / "s", space)
+    make_study(tmp_path / "s", space, seed=1)
+    study = make_study(tmp_path / "s", space)  # no trial has begun: defined anew
+    finish(study, space, trials=1)
     with pytest.raises(ValueError, match="is of another search \\(seed: 0 there, 1 here\\)"):
         make_study(tmp_path / "s", space, seed=1)
-    with pytest.raises(ValueError, match="space hash"):
+    with pytest.raises(ValueError, match="held out of b, c; b held out of a, c there, a held out of b, c here"):
+        make_study(tmp_path / "s", space, folds=1)
+    with pytest.raises(ValueError, match="choices, ranges or defaults of the space 'toy'"):
         make_study(tmp_path / "s", make_space(FAMILIES[:1]))
     assert make_study(tmp_path / "s", space).specification == study.specification
     (tmp_path / "other").mkdir()
