@@ -243,11 +243,12 @@ def test_a_study_of_other_weights_is_another_study(images, state, tmp_path):
         )
 
     assert opened(f"resnet18@{path}").specification.weights_hash is not None
-    opened(f"resnet18@{path}")
+    study = opened(f"resnet18@{path}")
+    write_json(study.trial_dir(0, 0) / "trial.json", {})  # a trial has begun
     torch.save(state | {"conv1.bias": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="is of another search .weights hash: "):
         opened(f"resnet18@{path}")
-    with pytest.raises(ValueError, match="is of another search .space hash: "):  # which tells networks apart
+    with pytest.raises(ValueError, match="is of another search .network: "):
         opened("resnet18@none")
     with pytest.raises(ValueError, match="no file .*gone"):
         opened(f"resnet18@{tmp_path / 'gone'}")

@@ -121,10 +121,12 @@ def test_a_port_is_a_number_of_16_bits(study: Study) -> None:
         serve_ui(study, port=65536)
 
 
-def test_a_server_that_keeps_the_study_is_named(study: Study) -> None:
+def test_a_server_that_keeps_the_study_is_not_claimed_to_show_it_when_it_does_not_answer(study: Study) -> None:
     said: list[str] = []
-    serve_ui(study, uri="http://me:secret@example.org:1234", say=said.append)
-    assert said == ["http://me:***@example.org:1234 shows the study as experiment 'PACS/my study #1'; sort by Created"]
+    port = free_port("127.0.0.1", port=0)
+    with pytest.raises(ValueError, match=rf"^MLflow at http://me:\*\*\*@127.0.0.1:{port} did not take .*refused$"):
+        serve_ui(study, uri=f"http://me:secret@127.0.0.1:{port}", say=said.append)
+    assert not said
 
 
 def test_a_server_that_will_not_start_is_one_line(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:

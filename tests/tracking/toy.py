@@ -22,8 +22,9 @@ def make_study(path: Path, *, data: str = "/data/PACS") -> Study:
     )
     fingerprints = {domain: f"{i:032x}" for i, domain in enumerate(DOMAINS)}
     specification = Specification(
-        data, fingerprints, "quick", "abcd", NETWORK, 16, STEPS, None, 0, 1, "float32", folds, "0.1"
-    )
+        data=data, folds=folds, fingerprints=fingerprints, network=NETWORK, space="quick", space_hash="abcd",
+        resolution=16, steps=STEPS, batch_size=None, seed=0, threads=1, precision="float32", version="0.1",
+    )  # fmt: skip
     return Study.create(path, specification, [])
 
 
