@@ -7,7 +7,7 @@ prepare ""
 dgsearch=.venv/bin/dgsearch
 data=data/digits
 study=runs/digits
-echo "four folds of 8 trials of 300 steps: about 6 minutes of work on two cores (at most 10)"
+echo "four folds of 8 trials of 300 steps: about 7 minutes of work on two cores (at most 10)"
 $dgsearch data build digits --out $data
 $dgsearch search --data $data --space quick --study $study --trials 8 --steps 300
 $dgsearch select $study

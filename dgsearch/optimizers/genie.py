@@ -77,8 +77,8 @@ class GenieOptimizer(torch.optim.Optimizer):
         if group["weight_decay"]:
             p.mul_(1 - lr * group["weight_decay"])
         corrected = 1 - options.beta**t
-        numerator, denominator = self._ratio(mean, square, t)
         variance = self._variance(mean, square, t)
+        numerator, denominator = self._ratio(mean, square, variance, t)
 
         def chance(purpose: str) -> torch.Generator:
             return generator(self.seed, purpose, t, group["part"], position, device=p.device)
@@ -110,7 +110,7 @@ class GenieOptimizer(torch.optim.Optimizer):
             lr = lr if options.variant == "paper" else lr * LEVELS / threshold
         p.sub_(update, alpha=lr)
 
-    def _ratio(self, mean: Tensor, square: Tensor, t: int) -> tuple[Tensor, Tensor | None]:
+    def _ratio(self, mean: Tensor, square: Tensor, variance: Tensor | None, t: int) -> tuple[Tensor, Tensor | None]:
         """Return mean · signal and the denominator whose quotient is mean · a; (mean, None) without it."""
         options = self.options
         if not options.precondition:
@@ -122,8 +122,8 @@ class GenieOptimizer(torch.optim.Optimizer):
             return mean * mean.square() / corrected, square.clamp_min(tiny)
         signal = torch.full((), FLOOR, dtype=mean.dtype, device=mean.device)
         signal = torch.addcmul(signal, mean, mean, value=1 / corrected**2)  # m̂² + 1e-8
-        left = left_over(options.beta, t)
-        denominator = torch.add(signal, _corrected_variance(mean, square, t, options.beta), alpha=left)
+        assert variance is not None
+        denominator = torch.add(signal, variance, alpha=left_over(options.beta, t))
         return signal.mul_(mean), denominator
 
     def _variance(self, mean: Tensor, square: Tensor, t: int) -> Tensor | None:
