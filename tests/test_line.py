@@ -14,6 +14,7 @@ from conftest import DOMAINS, write_images
 from dgsearch import cli
 from dgsearch.study import Study
 
+SPACE = Path(__file__).parent / "lean.toml"
 COMMAND = (sys.executable, "-m", "dgsearch")
 
 
@@ -39,7 +40,7 @@ def here(capsys, monkeypatch):
 
 
 def search_options(data: Path, study: Path, **more) -> list[str]:
-    options = {"data": data, "study": study, "space": "quick", "trials": 4, "steps": 20, "resolution": 16}
+    options = {"data": data, "study": study, "space": SPACE, "trials": 4, "steps": 20, "resolution": 16}
     return ["search", *(str(x) for k, v in (options | more).items() for x in (f"--{k.replace('_', '-')}", v))]
 
 
@@ -69,7 +70,9 @@ def studies(data, tmp_path_factory):
 
 def test_ray_and_local_give_the_same_trials(studies):
     assert trials_of(studies / "ray") == trials_of(studies / "local")
-    assert [len(fold) for fold in trials_of(studies / "ray")] == [4, 4]
+    for fold in trials_of(studies / "ray"):
+        assert [family for _, family, *_ in fold[:2]] == ["erm", "coral"] and len(fold) == 4
+        assert all(trial[2] not in (fold[0][2], fold[1][2]) for trial in fold[2:])  # sampled, not the defaults
 
 
 def test_select_evaluate_report_status(studies, data):
