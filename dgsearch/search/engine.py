@@ -112,7 +112,7 @@ class _Running:
     """A trial in the engine's hands."""
 
     record: TrialRecord
-    trial: optuna.Trial | None  # None while Optuna has yet to be asked
+    trial: optuna.Trial
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
 
@@ -199,13 +199,12 @@ class FoldSearch:
 
     def _begin(self) -> _Running:
         number = len(self.optuna.get_trials(deepcopy=False))
-        baseline = not self.families
         fixed = self._fixed()
         self.optuna.sampler = self._sampler(number, fixed)
         trial = self.optuna.ask()
         assert trial.number == number
-        if fixed is None and baseline:
-            family, recipe = "erm", self.space.default_recipe()
+        if fixed is None:
+            family, recipe = self._baseline, self.space.default_recipe()
         else:
             family, recipe = self.space.suggest(trial)
         recipe = recipe.resolve(self.space.network)
@@ -240,9 +239,15 @@ class FoldSearch:
         return sorted(self.space.family_names, key=lambda name: not self.space.family(name).is_plain)
 
     @property
+    def _baseline(self) -> str:
+        """The family of plain ERM, whose default is never stopped; ``erm`` where the space has none."""
+        first = self._order[0]
+        return first if self.space.family(first).is_plain else "erm"
+
+    @property
     def _defaults(self) -> int:
         """How many trials are defaults: one a family, and plain ERM where no family is that."""
-        return len(self._order) + (not self.space.family(self._order[0]).is_plain)
+        return len({*self._order, self._baseline})
 
     def _fixed(self) -> dict[str, Any] | None:
         """Return the parameters that the next trial must have; None for the baseline outside the space."""
@@ -275,14 +280,13 @@ class FoldSearch:
         best = max(e.mean for s, e in running.evaluations.items() if s <= step)
         stop = self._verdict(running.record, step, best) if step in self.recorded else False
         if step not in running.reported:
-            assert running.trial is not None
             running.trial.report(best, step)
             running.reported.add(step)
         return stop
 
     def _verdict(self, record: TrialRecord, step: int, value: float) -> bool:
         if (record.number, step) not in self.verdicts:
-            spared = record.default and (self._is_baseline(record) or step == self.rungs[0])
+            spared = record.default and (record.family == self._baseline or step == self.rungs[0])
             stop = not spared and stops(value, [*self.recorded[step], value])
             line = {"trial": record.number, "step": step, "value": value, "stop": stop}
             append_line(self.folder / "verdicts.jsonl", line)
@@ -292,9 +296,6 @@ class FoldSearch:
     def stopped(self, number: int) -> bool:
         """Whether a verdict has stopped a trial."""
         return any(stop for (trial, _), stop in self.verdicts.items() if trial == number)
-
-    def _is_baseline(self, record: TrialRecord) -> bool:
-        return record.default and record.family == "erm"
 
     # -- tell
 
@@ -312,7 +313,6 @@ class FoldSearch:
 
     def _tell(self, running: _Running, state: str) -> None:
         trial = running.trial
-        assert trial is not None
         for step in sorted(set(running.evaluations) - running.reported):
             trial.report(max(e.mean for s, e in running.evaluations.items() if s <= step), step)
         if state == "complete":

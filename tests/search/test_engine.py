@@ -102,6 +102,22 @@ def test_plain_erm_is_trial_0_though_the_space_does_not_hold_it(tmp_path):
     assert_whole(study, trials=5)
 
 
+def test_plain_erm_is_never_stopped_whatever_its_family_is_called(tmp_path):
+    space = make_space([FAMILIES[1], {"name": "plain"}])
+    study = make_study(tmp_path / "s", space, folds=1)
+
+    def trial(assignment, report):
+        erm = assignment.recipe["objective"]["kind"] == "erm"
+        for step in evaluation_steps(STEPS):
+            report(Evaluation(step, {"a": 0.1 if erm else 0.9, "b": 0.1 if erm else 0.9}, {}))
+        return Outcome("complete")
+
+    finish(study, space, trials=6, trial=trial)
+    first, *others = study.trials(0)
+    assert first.family == "plain" and first.default and first.state == "complete"
+    assert {t.state for t in others if t.family == "plain"} == {"pruned"}
+
+
 def test_folds_share_the_workers_the_one_with_the_fewest_trials_first(tmp_path):
     space = make_space()
     engine = Engine(make_study(tmp_path / "s", space), space, trials=3)
