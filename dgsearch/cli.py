@@ -181,21 +181,13 @@ def search(
     lines = TrialLines(opened, trials=trials, console=screen)
     began = time.perf_counter()
     try:
-        with Writer(opened, uri=tracking_uri) as writer, _bar() as bar:
+        with Writer(opened, uri=tracking_uri) as writer:
 
             def event(kind: str, record: Any) -> None:
                 lines(kind, record)
                 writer.poke()
 
-            line.search(
-                opened,
-                space=space,
-                trials=trials,
-                executor=where,
-                cache=cache,
-                on_event=event,
-                progress=_decoding(bar),
-            )
+            line.search(opened, space=space, trials=trials, executor=where, cache=cache, on_event=event)
     except KeyboardInterrupt:
         screen.print("interrupted: nothing that ended is lost. The same command goes on.")
         raise typer.Exit(130) from None

@@ -12,7 +12,7 @@ import torch
 from dgsearch import selection
 from dgsearch.component import known_or_raise
 from dgsearch.domains.batches import Sources
-from dgsearch.domains.cache import CACHES, default_cache_dir, open_images, readable
+from dgsearch.domains.cache import CACHES, default_cache_dir, readable
 from dgsearch.domains.layout import DomainIndex, class_names, domain_names, read_domain
 from dgsearch.domains.split import split
 from dgsearch.evaluation import Report, evaluate
@@ -199,18 +199,18 @@ def search(
     cache_dir: Path | None = None,
     cache: str = "disk",
     on_event: Event = lambda kind, record: None,
-    progress: Progress = lambda name, done, total: None,
 ) -> None:
     """Run a study's search until each fold has its trials; go on where an earlier session left off.
 
-    ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it.
+    ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it. What
+    ``open_study`` has not decoded on a node, its first trial there does.
     """
     known_or_raise("cache", cache, CACHES)
     specification = study.specification
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
     with ended_by_signals(), study.driven():
         study.plan(trials)
-        _search(study, read, trials, executor, cache_dir, cache, on_event, progress)
+        _search(study, read, trials, executor, cache_dir, cache, on_event)
 
 
 def _search(
@@ -221,18 +221,9 @@ def _search(
     cache_dir: Path | None,
     cache: str,
     on_event: Event,
-    progress: Progress,
 ) -> None:
     specification = study.specification
     engine = Engine(study, space, trials=trials, on_event=on_event)
-    place = cache_dir or default_cache_dir()
-    for name in specification.fingerprints if cache == "disk" else ():
-        open_images(
-            DomainIndex.load(study.index_path(name)),
-            resolution=specification.resolution,
-            cache_dir=place,
-            progress=lambda done, total, name=name: progress(name, done, total),  # type: ignore[misc]
-        )
     on_gpu = executor.gpus_per_trial > 0 if executor.kind == "ray" else torch.cuda.is_available()
     trial = Training(
         network=specification.network,
@@ -242,7 +233,7 @@ def _search(
         device="cuda" if on_gpu else "cpu",
         threads=specification.threads,
         precision=specification.precision,
-        cache_dir=place,
+        cache_dir=cache_dir or default_cache_dir(),
         cache=cache,
     )
     if engine.left == 0:

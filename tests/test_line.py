@@ -75,17 +75,17 @@ def test_ray_and_local_give_the_same_trials(studies):
         assert all(trial[2] not in (fold[0][2], fold[1][2]) for trial in fold[2:])  # sampled, not the defaults
 
 
-def test_select_evaluate_report_status(studies, data):
+def test_select_evaluate_report_status(studies, data, here):
     study = studies / "ray"
-    status = json.loads(dgsearch("status", study, "--json").stdout)
+    status = json.loads(here("status", study, "--json")[0])
     assert [f["held_out"] for f in status["folds"]] == [["photo"], ["sketch"]]
     for fold in status["folds"]:
         assert sum(fold["trials"].values()) == 4 and fold["trials"]["running"] == 0
         assert set(fold["trials"]) == {"complete", "pruned", "failed", "running"}
-    early = dgsearch("evaluate", study, code=2)
-    assert "has no selection: run `dgsearch select" in early.stderr and early.stderr.count("\n") == 1
+    _, early = here("evaluate", study, code=2)
+    assert "has no selection: run `dgsearch select" in early and early.count("\n") == 1
 
-    selection = json.loads(dgsearch("select", study, "--json").stdout)
+    selection = json.loads(here("select", study, "--json")[0])
     assert set(selection) == {"criterion", "folds"} and selection["criterion"] == "training-domain"
     for fold, trials, counts in zip(selection["folds"], trials_of(study), status["folds"], strict=True):
         keys = {"held_out", "sources", "trial", "family", "recipe", "source_accuracy", "step"}
@@ -93,29 +93,29 @@ def test_select_evaluate_report_status(studies, data):
         best = max(sum(a.values()) / 3 for t in trials if t[3] == "complete" for _, a, _, _ in t[4])
         assert fold["source_accuracy"] == pytest.approx(best) == counts["best_source_accuracy"]
         assert sorted(fold["sources"] + fold["held_out"]) == sorted(DOMAINS)
-    assert json.loads(dgsearch("select", study, "--json").stdout) == selection
-    table_before = dgsearch("report", study, "--format", "csv").stdout
+    assert json.loads(here("select", study, "--json")[0]) == selection
+    table_before = here("report", study, "--format", "csv")[0]
     assert not (study / "openings.jsonl").exists()
 
-    evaluation = json.loads(dgsearch("evaluate", study, "--json").stdout)
+    evaluation = json.loads(here("evaluate", study, "--json")[0])
     openings = [json.loads(line) for line in (study / "openings.jsonl").read_text().splitlines()]
     assert [(o["fold"], o["domain"]) for o in openings] == [(0, "photo"), (1, "sketch")]
     for fold, selected in zip(evaluation["folds"], selection["folds"], strict=True):
         assert {k: fold[k] for k in selected} == selected
         assert set(fold) - set(selected) == {"target_accuracy", "target_macro_f1", "unknown_classes"}
         assert 0 <= fold["target_macro_f1"] <= 1
-        # Computed again, plainly: by training the trial again and predicting each held-out file.
+        # Computed again, plainly: the trial's weights on each held-out file.
         assert fold["target_accuracy"] == pytest.approx(_target_accuracy(study, fold, data))
-    assert dgsearch("evaluate", study, "--json").stdout == json.dumps(evaluation, indent=2) + "\n"
+    assert here("evaluate", study, "--json")[0] == json.dumps(evaluation, indent=2) + "\n"
     assert len((study / "openings.jsonl").read_text().splitlines()) == 2
 
-    assert "photo" in dgsearch("report", study).stdout
-    markdown = dgsearch("report", study, "--format", "markdown").stdout.splitlines()
+    assert "photo" in here("report", study)[0]
+    markdown = here("report", study, "--format", "markdown")[0].splitlines()
     assert markdown[1].startswith("| --- |") and markdown[-1].startswith("| mean |")
-    lines = dgsearch("report", study, "--format", "csv").stdout.splitlines()
+    lines = here("report", study, "--format", "csv")[0].splitlines()
     assert lines != table_before.splitlines()
     assert lines[0].startswith("held_out,family,trial,selected,source_accuracy,target_accuracy,target_macro_f1,gap")
-    assert dgsearch("report", study, "--format", "pdf", code=2).stderr.startswith("error: unknown format 'pdf'")
+    assert here("report", study, "--format", "pdf", code=2)[1].startswith("error: unknown format 'pdf'")
 
 
 def _target_accuracy(study: Path, fold: dict, data: Path) -> float:
@@ -139,20 +139,20 @@ def _target_accuracy(study: Path, fold: dict, data: Path) -> float:
     return sum(right) / len(right)
 
 
-def test_the_winner_trained_again_has_the_identical_accuracy(studies, data):
-    selection = json.loads(dgsearch("select", studies / "local", "--json").stdout)
+def test_the_winner_trained_again_has_the_identical_accuracy(studies, data, here):
+    selection = json.loads(here("select", studies / "local", "--json")[0])
     for number, fold in enumerate(selection["folds"]):
         trial = studies / "local" / "folds" / str(number) / "trials" / f"{fold['trial']:04d}" / "trial.json"
         found = json.loads(dgsearch("train", trial, "--data", data, "--json").stdout)
         assert found["source_accuracy"] == found["recorded"] == fold["source_accuracy"]
-        assert "identical" in dgsearch("train", trial, "--data", data).stdout
+        assert "identical" in here("train", trial, "--data", data)[0]
 
 
-def test_a_search_is_the_same_again(studies, data, tmp_path):
-    dgsearch(*search_options(data, tmp_path / "s", executor="local", targets="photo,sketch"))
+def test_a_search_is_the_same_again(studies, data, tmp_path, here):
+    here(*search_options(data, tmp_path / "s", executor="local", targets="photo,sketch"))
     assert trials_of(tmp_path / "s") == trials_of(studies / "ray")
-    again = json.loads(dgsearch("select", tmp_path / "s", "--json").stdout)
-    assert again == json.loads(dgsearch("select", studies / "ray", "--json").stdout)
+    again = json.loads(here("select", tmp_path / "s", "--json")[0])
+    assert again == json.loads(here("select", studies / "ray", "--json")[0])
 
 
 def test_a_driver_killed_in_mid_search_is_followed_by_another(data, tmp_path):
@@ -241,15 +241,15 @@ def test_a_bare_recipe_is_trained(data, tmp_path, here):
     assert "Did you mean 'weight'?" in here("train", recipe, "--data", data, code=2)[1]
 
 
-def test_status_counts_by_family_and_report_shows_each_familys_best(studies):
-    dgsearch("select", studies / "ray")
-    status = json.loads(dgsearch("status", studies / "ray", "--json").stdout)
+def test_status_counts_by_family_and_report_shows_each_familys_best(studies, here):
+    here("select", studies / "ray")
+    status = json.loads(here("status", studies / "ray", "--json")[0])
     for fold, trials in zip(status["folds"], trials_of(studies / "ray"), strict=True):
         assert set(fold["families"]) == {family for _, family, *_ in trials}
         for state, count in fold["trials"].items():
             assert count == sum(family["trials"][state] for family in fold["families"].values())
             assert count == sum(t[3] == state for t in trials)
-    lines = dgsearch("report", studies / "ray", "--format", "csv").stdout.splitlines()
+    lines = here("report", studies / "ray", "--format", "csv")[0].splitlines()
     head = lines[0].split(",")
     rows = [dict(zip(head, line.split(","), strict=False)) for line in lines[1:-1]]
     for held_out in ("photo", "sketch"):
