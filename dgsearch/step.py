@@ -340,6 +340,13 @@ def domain_gradients(
     return torch.stack(losses), gradients
 
 
+def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors of one shape flattened in the same order, in float32: views where both are channels-last."""
+    if a.ndim == 4 and not (a.is_contiguous() and b.is_contiguous()):
+        a, b = a.movedim(1, -1), b.movedim(1, -1)
+    return a.flatten().float(), b.flatten().float()
+
+
 def cosines(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the cosine between the gradients of every pair i < j of domains, [D(D−1)/2]; 0 where one is 0.
 
@@ -350,10 +357,7 @@ def cosines(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
     for i in range(count):
         for j in range(i, count):
             inner[i, j] = sum(
-                (
-                    torch.dot(a.flatten().float(), b.flatten().float())
-                    for a, b in zip(gradients[i], gradients[j], strict=True)
-                ),
+                (torch.dot(*_flat(a, b)) for a, b in zip(gradients[i], gradients[j], strict=True)),
                 start=inner.new_zeros(()),
             )
     norms = inner.diagonal().sqrt()  # [D]

@@ -10,7 +10,7 @@ survives it; G does not, so H⁻¹ Σ_z ∇ℓ(z) is found by conjugate gradient
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -171,9 +171,13 @@ class Kronecker:
     offsets: Tensor  # [S, S]
     damped: Tensor  # [O, I, S]
 
+    def turn(self, slope: Tensor) -> Tensor:
+        """Return ``slope`` [O, I, S] in the eigenbasis."""
+        return torch.einsum("ois,op,ij,st->pjt", slope, self.outputs, self.inputs, self.offsets)
+
     def solve(self, slope: Tensor) -> Tensor:
         """Return (H + λ)⁻¹ slope [O, I, S]."""
-        turned = torch.einsum("ois,op,ij,st->pjt", slope, self.outputs, self.inputs, self.offsets) / self.damped
+        turned = self.turn(slope) / self.damped
         return torch.einsum("pjt,op,ij,st->ois", turned, self.outputs, self.inputs, self.offsets)
 
 
@@ -197,12 +201,12 @@ def network_scores(
     iterations: int,
     chance: torch.Generator,
 ) -> Scores:
-    """Return the scores over the whole network; the model must be in evaluation mode.
+    """Return the scores over all layers' weights (``scored_layers``); the model must be in evaluation mode.
 
-    G is one Jacobian–vector product a batch along u = (H + λ)⁻¹ Σ_z ∇ℓ(z), where u comes from ``iterations``
-    steps of conjugate gradients, preconditioned by the layers' Kronecker products, with H of up to SAMPLE
-    images. C comes from those Kronecker products and one backward pass. ``chance`` draws the labels, from
-    the model's own predictions, whose gradients' second moment is H.
+    One backward pass gives both: with a layer's inputs a and output gradients b, G is the sum of bᵀ U a over
+    positions and layers, where u = (H + λ)⁻¹ Σ_z ∇ℓ(z) comes from ``iterations`` steps of conjugate gradients,
+    preconditioned by the layers' Kronecker products, with H of up to SAMPLE images; C comes from those Kronecker
+    products. ``chance`` draws the labels, from the model's own predictions, whose gradients' second moment is H.
     """
     layers = scored_layers(model)
     every = torch.ones(len(outputs.y), dtype=torch.bool, device=outputs.y.device)
@@ -213,19 +217,26 @@ def network_scores(
     sample = [x for x, _ in images(train, some, size=MICRO)]
     drawn = list(zip(sample, labels.split(MICRO), strict=True))
     factors, mean = layer_factors(model, layers, drawn, damping=damping)
-    slope = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    names = [
+        f"{name}.{kind}"
+        for name, layer in layers.items()
+        for kind in (("weight", "bias") if isinstance(layer, nn.Linear) and layer.bias is not None else ("weight",))
+    ]
+    slope = {name: torch.zeros_like(p) for name, p in parameters(model).items() if name in names}
     for batch in guide:
         for x, y in zip(batch.x[0].split(MICRO), batch.y[0].split(MICRO), strict=True):
-            add_(slope, loss_gradient(model, x, y))
+            add_(slope, loss_gradient(model, x, y, names))
+
+    def joined(tree: Tree) -> Tree:
+        return {n: _join(layer, tree[f"{n}.weight"], tree.get(f"{n}.bias")) for n, layer in layers.items()}
 
     def precondition(tree: Tree) -> Tree:
-        found = {name: t / (mean * (1 + damping)) for name, t in tree.items()}
-        for name, layer in layers.items():
-            weight, bias = f"{name}.weight", f"{name}.bias"
-            joined = factors[name].solve(_join(layer, tree[weight], tree.get(bias)))
-            found[weight] = joined[:, : tree[weight].shape[1]].reshape(tree[weight].shape)
-            if isinstance(layer, nn.Linear) and layer.bias is not None:
-                found[bias] = joined[:, -1, 0]
+        found = {}
+        for name, rows in joined(tree).items():
+            weight, solved = tree[f"{name}.weight"], factors[name].solve(rows)
+            found[f"{name}.weight"] = solved[:, : weight.shape[1]].reshape(weight.shape)
+            if f"{name}.bias" in tree:
+                found[f"{name}.bias"] = solved[:, -1, 0]
         return found
 
     def product(tree: Tree) -> Tree:
@@ -235,11 +246,9 @@ def network_scores(
         return found
 
     u = conjugate_gradients(product, slope, precondition=precondition, iterations=iterations)
-    gains, complexities = [], []
-    for x, y in images(train, every, size=MICRO):
-        logits, change = moved(model, x, u)
-        gains.append(((logits.softmax(1) - functional.one_hot(y, logits.shape[1])) * change).sum(1))
-        complexities.append(complexity(model, layers, factors, x, y))
+    turned = {name: factors[name].turn(rows).flatten(1) for name, rows in joined(u).items()}
+    scores = [layer_scores(model, layers, factors, turned, x, y) for x, y in images(train, every, size=MICRO)]
+    gains, complexities = zip(*scores, strict=True)
     return torch.cat(gains), torch.cat(complexities)
 
 
@@ -253,28 +262,24 @@ def logits_at(model: nn.Module, tree: Tree, x: Tensor) -> Tensor:
     return functional_call(model, tree, (x,))[1]
 
 
-def loss_gradient(model: nn.Module, x: Tensor, y: Tensor, names: set[str] | None = None) -> Tree:
-    """Return the gradient of the summed loss in the parameters named, or in all; no ``.grad`` is touched."""
+def loss_gradient(model: nn.Module, x: Tensor, y: Tensor, names: Collection[str]) -> Tree:
+    """Return the gradient of the summed loss in the parameters named; no ``.grad`` is touched."""
     tree = parameters(model)
-    wanted = {name: t.requires_grad_() for name, t in tree.items() if names is None or name in names}
+    wanted = {name: t.requires_grad_() for name, t in tree.items() if name in names}
     loss = functional.cross_entropy(logits_at(model, tree, x), y, reduction="sum")
     found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), found, strict=True)}
 
 
-def moved(model: nn.Module, x: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Return logits [B, K] and their directional derivative [B, K] along ``tree``."""
+def gauss_newton(model: nn.Module, x: Tensor, tree: Tree) -> Tree:
+    """Return Σ_x Jᵀ (diag p − p pᵀ) J times ``tree``, J in its parameters alone."""
+    fixed = parameters(model)
+    at = {name: fixed[name] for name in tree}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's first jvp of a process warns of torch's own use of jit
-        found = jvp(lambda at: logits_at(model, at, x), (parameters(model),), (tree,))
-    return found[0], found[1]
-
-
-def gauss_newton(model: nn.Module, x: Tensor, tree: Tree) -> Tree:
-    """Return Σ_x Jᵀ (diag p − p pᵀ) J times ``tree``."""
-    logits, change = moved(model, x, tree)
+        logits, change = jvp(lambda some: logits_at(model, fixed | some, x), (at,), (tree,))
     p = logits.softmax(1)
-    back = vjp(lambda at: logits_at(model, at, x), parameters(model))[1]
+    back = vjp(lambda some: logits_at(model, fixed | some, x), at)[1]
     return back(p * (change - (p * change).sum(1, keepdim=True)))[0]
 
 
@@ -333,8 +338,14 @@ def layer_factors(
         found[name] = Kronecker(outer, inner_, offsets, (damping * mean).repeat(*sizes[name]))
 
     def correct(name: str, a: Tensor, b: Tensor) -> None:
-        for g in _products(*_turned(layers[name], found[name], a, b)):
-            found[name].damped.add_(g.square_().sum(0).view(sizes[name]) / count)
+        slopes, patches = _turned(layers[name], found[name], a, b)
+        damped = found[name].damped.flatten(1)  # a view
+        if slopes.shape[1] > FEW:
+            for g in _products(slopes, patches):
+                damped.add_(g.square_().sum(0).view_as(damped), alpha=1 / count)
+        else:
+            left, right = _pairs(slopes, patches)
+            damped.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1), alpha=1 / count)
 
     for x, y in drawn:
         each_layer(model, layers, x, y, correct)
@@ -342,16 +353,24 @@ def layer_factors(
 
 
 def _turned(layer: nn.Module, factor: Kronecker, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output gradients [B, O, T] and patches [B, I·S, T] in the factor's eigenbasis."""
-    slopes = torch.einsum("bot,op->bpt", _slopes(layer, b, len(a)), factor.outputs)
-    return slopes, _patches(layer, a, len(a), factor).flatten(1, 2)
+    """Return output gradients [B, T, O] and patches [B, T, I·S] in the factor's eigenbasis."""
+    return _slopes(layer, b, len(a)).mT @ factor.outputs, _patches(layer, a, len(a), factor).flatten(1, 2).mT
 
 
 def _products(slopes: Tensor, patches: Tensor) -> Iterator[Tensor]:
     """Yield per-example gradients [B, O·I·S], a few examples at a time."""
-    size = max(1, ELEMENTS // (slopes.shape[1] * patches.shape[1]))
+    size = max(1, ELEMENTS // (slopes.shape[2] * patches.shape[2]))
     for left, right in zip(slopes.split(size), patches.split(size), strict=True):
-        yield (left @ right.mT).flatten(1)
+        yield (left.mT @ right).flatten(1)
+
+
+def _pairs(slopes: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+    """Return left [B, T(T+1)/2, O] and right [B, T(T+1)/2, I·S] with leftᵀ right = (Σ_t b_t a_tᵀ)², element by element.
+
+    The square is a sum over pairs of positions: with few, that is a product of matrices.
+    """
+    i, j = torch.triu_indices(slopes.shape[1], slopes.shape[1], device=slopes.device)
+    return slopes[:, i] * slopes[:, j] * (1 + (i < j))[:, None], patches[:, i] * patches[:, j]
 
 
 def partial_traces(b: Tensor, a: Tensor) -> list[Tensor]:
@@ -372,28 +391,31 @@ def partial_traces(b: Tensor, a: Tensor) -> list[Tensor]:
     ]
 
 
-def complexity(
-    model: nn.Module, layers: dict[str, nn.Module], factors: dict[str, Kronecker], x: Tensor, y: Tensor
-) -> Tensor:
-    """Return C [B] from the layers' Kronecker products and one backward pass."""
-    square = x.new_zeros(len(x))
+def layer_scores(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    factors: dict[str, Kronecker],
+    turned: Tree,
+    x: Tensor,
+    y: Tensor,
+) -> Scores:
+    """Return G and C [B] from one backward pass; ``turned`` is u [O, I·S] in each layer's eigenbasis."""
+    gain, square = x.new_zeros(len(x)), x.new_zeros(len(x))
 
     def take(name: str, a: Tensor, b: Tensor) -> None:
         weights = factors[name].damped.pow(-2).flatten(1)  # [O, I·S]
         slopes, patches = _turned(layers[name], factors[name], a, b)
-        positions = slopes.shape[2]
-        if positions > FEW:
-            found = [g.square_() @ weights.flatten() for g in _products(slopes, patches)]
-            square.add_(torch.cat(found))
-            return
-        # (Σ_t b_t a_t)² is a sum over pairs of positions: with few, that is a product of matrices.
-        i, j = torch.triu_indices(positions, positions, device=a.device)
-        left = (slopes[:, :, i] * slopes[:, :, j]).mT * (1 + (i < j))[:, None]  # [B, pairs, O]
-        right = (patches[:, :, i] * patches[:, :, j]).mT  # [B, pairs, I·S]
-        square.add_(((left @ weights) * right).sum((1, 2)))
+        if slopes.shape[1] > FEW:
+            both = [(g @ turned[name].flatten(), g.square_() @ weights.flatten()) for g in _products(slopes, patches)]
+            gain.add_(torch.cat([g for g, _ in both]))
+            square.add_(torch.cat([c for _, c in both]))
+        else:
+            gain.add_(((slopes @ turned[name]) * patches).sum((1, 2)))
+            left, right = _pairs(slopes, patches)
+            square.add_(((left @ weights) * right).sum((1, 2)))
 
     each_layer(model, layers, x, y, take)
-    return square.clamp(min=0).sqrt()
+    return gain, square.clamp(min=0).sqrt()
 
 
 def each_layer(
@@ -435,12 +457,16 @@ def _patches(layer: nn.Module, a: Tensor, size: int, factor: Kronecker | None = 
         rows = a.reshape(size, -1, a.shape[-1])  # [B, T, I]
         rows = functional.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows
         return (rows if factor is None else rows @ factor.inputs).mT[:, :, None]
-    if factor is not None:  # channels turn before the patches are cut: S times cheaper
-        a = torch.einsum("bihw,ij->bjhw", a, factor.inputs)
     assert not isinstance(layer.padding, str)
-    cut = functional.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-    patches = cut.unflatten(1, (layer.in_channels, -1))
-    return patches if factor is None else torch.einsum("bist,su->biut", patches, factor.offsets)
+    if factor is None:
+        patches = functional.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    else:  # channels turn before the patches are cut, and offsets while they are: a convolution a channel
+        a = (a.movedim(1, -1) @ factor.inputs).movedim(-1, 1)
+        kernels = factor.offsets.mT.reshape(-1, 1, *layer.kernel_size).repeat(layer.in_channels, 1, 1, 1)
+        patches = functional.conv2d(
+            a, kernels, None, layer.stride, layer.padding, layer.dilation, groups=layer.in_channels
+        ).flatten(2)
+    return patches.unflatten(1, (layer.in_channels, -1))
 
 
 def _join(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,8 +31,9 @@ class Unlearning(Component):
     the ascent's gradient in norms of the last training gradient, ``max_share`` of the share unlearned,
     ``damping`` a factor of H's mean diagonal, ``every`` the share of training between edits (0: an epoch).
     ``scope`` says over which parameters examples are scored, ``inverse`` how over the classifier's, and
-    ``iterations`` are those of conjugate gradients. For the ablation ``parts`` leaves one half
-    out: ``set`` unlearns in all parameters, ``channels`` unlearns every example.
+    ``iterations`` are those of conjugate gradients; these and ``damping`` have a default a scope, since mislabelled
+    examples stand out over the whole network only where H is damped much. For the ablation ``parts`` leaves one
+    half out: ``set`` unlearns in all parameters, ``channels`` unlearns every example.
     """
 
     alpha: Annotated[float, Float(0.25, 2)] = 1.0
@@ -41,11 +42,11 @@ class Unlearning(Component):
     statistic: Annotated[str, Choice(("variance", "mean", "both"))] = "variance"
     clip: float = 1.0
     max_share: float = 0.1
-    damping: float = 1e-3
+    damping: float | None = None  # 1e-3 for the classifier, 1 for the network
     every: float = 0.1
     scope: str = "classifier"
     inverse: str = "kronecker"
-    iterations: int = 20
+    iterations: int | None = None  # 20 for the classifier, 5 for the network
     parts: str = "both"
 
     needs_guide: ClassVar[bool] = True
@@ -56,12 +57,22 @@ class Unlearning(Component):
         known_or_raise("scope", self.scope, ("classifier", "network"))
         known_or_raise("inverse", self.inverse, ("kronecker", "exact"))
         known_or_raise("parts", self.parts, ("both", "set", "channels"))
-        if not (self.damping > 0 and self.alpha > 0):
-            raise ValueError(f"damping and alpha must be above 0, not {self.damping} and {self.alpha}")
+        damping, iterations = self.solver
+        if not (damping > 0 and self.alpha > 0):
+            raise ValueError(f"damping and alpha must be above 0, not {damping} and {self.alpha}")
         if not (0 <= self.max_share <= 1 and 0 <= self.every <= 1):
             raise ValueError(f"max_share and every must lie in [0, 1], not {self.max_share} and {self.every}")
-        if min(self.clip, self.ascent, self.iterations) < 0:
+        if min(self.clip, self.ascent, iterations) < 0:
             raise ValueError("clip, ascent and iterations must not be negative")
+
+    @property
+    def solver(self) -> tuple[float, int]:
+        """Damping and iterations, as given or the scope's."""
+        damping, iterations = (1e-3, 20) if self.scope == "classifier" else (1.0, 5)
+        return (
+            damping if self.damping is None else self.damping,
+            iterations if self.iterations is None else self.iterations,
+        )
 
 
 def utility(gain: Tensor, complexity: Tensor, *, alpha: float) -> Tensor:
@@ -166,10 +177,11 @@ class UnlearningIntervention:
     def score(self, end: EpochEnd, seen: Outputs) -> Tensor:
         """Return U [N] of the training examples."""
         options = self.options
+        damping, iterations = options.solver
         if options.scope == "classifier":
             guide = outputs(end.model, end.guide)
             exact = options.inverse == "exact"
-            found = classifier_scores(seen, guide, damping=options.damping, exact=exact, iterations=options.iterations)
+            found = classifier_scores(seen, guide, damping=damping, exact=exact, iterations=iterations)
         else:
             chance = generator(self.seed, "iu", end.progress.step)
             found = network_scores(
@@ -177,8 +189,8 @@ class UnlearningIntervention:
                 end.train,
                 end.guide,
                 seen,
-                damping=options.damping,
-                iterations=options.iterations,
+                damping=damping,
+                iterations=iterations,
                 chance=chance,
             )
         return utility(*found, alpha=options.alpha)
@@ -206,7 +218,7 @@ class UnlearningIntervention:
         gradient: dict[str, Tensor] = {}
         whole = None in axes.values()
         for x, y in images(end.train, chosen, size=MICRO if whole else CHUNK):
-            for name, g in loss_gradient(model, x, y, set(axes)).items():
+            for name, g in loss_gradient(model, x, y, axes).items():
                 axis = axes[name]
                 part = g if axis is None else g.index_select(axis, channels)
                 gradient[name] = gradient[name] + part if name in gradient else part

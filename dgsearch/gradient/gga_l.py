@@ -49,7 +49,11 @@ class NoisyGradient:
 
         def closure() -> Tensor:
             if known and step.closure.calls == 0:
-                mean = [torch.stack(found).mean(0) for found in zip(*gradients, strict=True)]
+                first, second, *others = gradients
+                mean = torch._foreach_add(first, second)
+                for other in others:
+                    torch._foreach_add_(mean, other)
+                torch._foreach_div_(mean, len(gradients))
                 total = step.closure.take(losses, mean)
             else:
                 total = step.closure()

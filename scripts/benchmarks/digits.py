@@ -1,7 +1,7 @@
 """Trains the families of a space on `digits` and keeps each run as a line of JSON: what they reach, and their curves.
 
     python scripts/benchmarks/digits.py table OUT --data data/digits [--space methods] [--seeds 3] [--steps 600]
-    python scripts/benchmarks/digits.py curves OUT --data data/digits [--space methods] [--runs 30] [--steps 200]
+    python scripts/benchmarks/digits.py curves OUT --data data/digits [--space methods] [--runs 30] [--steps 200 …]
 
 `table` trains every family at its defaults with several seeds, each domain held out in turn, and prints means and
 standard errors. `curves` trains draws from every family on one fold: the data of `engine.py`. Lines that OUT has already
@@ -30,7 +30,7 @@ from dgsearch.search_space import SearchSpace, read_space
 from dgsearch.study import append_line, read_lines
 from dgsearch.train import predict, run_trial, threads_of_torch
 
-NETWORK, RESOLUTION = "small_cnn", 32
+NETWORK = "small_cnn"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def train(run: Run, options: argparse.Namespace) -> dict:
     parameters, recipe = drawn(space, run)
     names = [name for name in domain_names(options.data) if name != run.held_out]
     cache = options.out.parent / ".digits_cache"
-    sources = Sources(tuple(read_domain(options.data, name) for name in names), RESOLUTION, cache)
+    sources = Sources(tuple(read_domain(options.data, name) for name in names), options.resolution, cache)
     line = {"family": run.family, "draw": run.draw, "held_out": run.held_out, "seed": run.seed, "steps": options.steps}
     line |= {"precision": options.precision, "parameters": parameters, "recipe": encode(recipe)}
     curve: list[dict] = []
@@ -82,17 +82,17 @@ def train(run: Run, options: argparse.Namespace) -> dict:
         return line | {"curve": curve, "seconds": time.process_time() - began, "failed": f"{error}"}
     line |= {"curve": curve, "seconds": time.process_time() - began, "source": result.best.mean}
     if options.what == "table":
-        line["left_out"] = accuracy(result, read_domain(options.data, run.held_out), cache, options.precision)
+        line["left_out"] = accuracy(result, read_domain(options.data, run.held_out), cache, options)
     return line
 
 
-def accuracy(result, index, cache: Path, precision: str) -> float:
+def accuracy(result, index, cache: Path, options: argparse.Namespace) -> float:
     """Return a result's accuracy on all images of a domain."""
     model = build_network(
-        NETWORK, num_classes=10, normalisation=result.normalisation, seed=0, precision=precision, initial=False
+        NETWORK, num_classes=10, normalisation=result.normalisation, seed=0, precision=options.precision, initial=False
     )
     model.load_state_dict(result.weights)
-    held = Sources((index,), RESOLUTION, cache)
+    held = Sources((index,), options.resolution, cache)
     right = count = 0
     with threads_of_torch(1), held.open(seed=0, device=torch.device("cpu"), withhold_guide=True) as opened:
         for part in ("train", "guide", "validation"):
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=30, help="draws a family, for curves")
     parser.add_argument("--held-out", default="mnist_m", help="for curves")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--resolution", type=int, default=32)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--workers", type=int, default=2)

@@ -20,7 +20,7 @@ from dgsearch.recipe import SLOTS
 from dgsearch.step import Closure, DomainBatch, EpochEnd, Objective, Progress, Step
 
 SIZES = {"mnist_cnn": (64, 28), "resnet18@none": (32, 64)}  # examples a domain, pixels
-BATCHES = 8  # in an epoch
+BATCHES = 32  # in an epoch: as many as the smallest domain of VLCS makes
 DOMAINS, CLASSES, CANDIDATES = 3, 7, 4
 
 
@@ -35,6 +35,18 @@ class Setting:
         self.objective = Objective()
         self.batches = [self.batch(size, pixels, n) for n in range(BATCHES)]
         self.guide = self.batch(size * BATCHES // 10, pixels, BATCHES)
+        self._fit_statistics()
+
+    @torch.no_grad()
+    def _fit_statistics(self) -> None:
+        """Give batch norm the statistics of its input: with none, logits of random weights saturate the softmax."""
+        norms = [m for m in self.model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+        for m in norms:
+            m.train()
+            m.momentum = 1.0
+        self.model(self.batches[0].x)
+        self.model.train()
+        assert not any(m.training for m in norms)
 
     def batch(self, size: int, pixels: int, n: int) -> DomainBatch:
         x = torch.rand((DOMAINS, size, pixels, pixels, 3), generator=generator(n, "x")).movedim(-1, -3)
