@@ -124,7 +124,8 @@ def _is_driven(file: Path, waiting: Callable[[str], None]) -> bool:
     except FileNotFoundError:
         return False
     if (found.get("host"), found.get("machine")) == (socket.gethostname(), _machine()):
-        return _started(found["pid"]) == found["started"]
+        started = _started(found["pid"])
+        return started is not None and started == found["started"]
     waiting(driver(file.parent))
     began = time.monotonic()
     while time.monotonic() - began < SILENCE:

@@ -206,7 +206,7 @@ class FoldSearch:
             self._take(line)
         self.running: dict[int, _Running] = {}
         queue = self.folder / "queue.json"
-        self.queue: list[dict[str, Any]] = read_json(queue) if queue.exists() else []
+        self.queue: dict[str, Any] = read_json(queue) if queue.exists() else {"origins": [], "parameters": []}
         self.queued = 0  # how much of the queue is used up
         journal = str(self.folder / "journal.log")
         drop_torn_line(Path(journal))
@@ -346,19 +346,18 @@ class FoldSearch:
         """Whether every family's defaults have begun."""
         return len(self.families) >= self._defaults
 
-    def enqueue(self, entries: Sequence[Mapping[str, Any]]) -> int:
-        """Give parameters to trials that follow the defaults: ``{"origin": …, "parameters": {…}}``, each once.
-
-        Return how many are new.
-        """
-        before = len(self.queue)
-        known = [self.space.default_parameters(name) for name in self._order] + [e["parameters"] for e in self.queue]
-        for entry in entries:
-            if entry["parameters"] not in known:
-                known.append(entry["parameters"])
-                self.queue.append(dict(entry))
-        write_json(self.folder / "queue.json", self.queue)
-        return len(self.queue) - before
+    def enqueue(self, origin: str, found: Sequence[Mapping[str, Any]]) -> None:
+        """Give parameters to trials that follow the defaults; once from each origin, and each set once."""
+        if origin in self.queue["origins"]:
+            return
+        known = [*map(self.space.default_parameters, self._order), *self.queue["parameters"]]
+        new = [dict(parameters) for parameters in found if parameters not in known]
+        queue = {
+            "origins": [*self.queue["origins"], origin],
+            "parameters": [*self.queue["parameters"], *new],
+        }
+        write_json(self.folder / "queue.json", queue)
+        self.queue = queue
 
     def _fixed(self) -> tuple[int | None, dict[str, Any] | None]:
         """Return the parameters that the next trial must have, and their place in the queue if they are from there.
@@ -370,9 +369,10 @@ class FoldSearch:
             offset = self._defaults - len(self._order)
             return None, None if begun < offset else self.space.default_parameters(self._order[begun - offset])
         remaining = self.remaining
-        for place in range(self.queued, len(self.queue)):
-            if self.queue[place]["parameters"]["family"] in remaining:
-                return place, self.queue[place]["parameters"]
+        queue = self.queue["parameters"]
+        for place in range(self.queued, len(queue)):
+            if queue[place]["family"] in remaining:
+                return place, queue[place]
         least = min(remaining, key=self.families.count)
         return None, {"family": least} if self.families.count(least) < self.floor else {}
 
@@ -547,17 +547,15 @@ class Engine:
 
     def _collect(self, fold: FoldSearch) -> None:
         """Queue the best complete trial of each other fold, once: into a fold that holds nothing out."""
-        had = {entry["origin"] for entry in fold.queue}
-        found = []
         for other in self.folds:
             origin = f"fold {other.fold.number}"
+            if not other.fold.held_out or origin in fold.queue["origins"]:
+                continue
             complete = [t for t in self.study.trials(other.fold.number) if t.state == "complete"]
-            if other.fold.held_out and complete and origin not in had:
+            if complete:
                 best = max(complete, key=lambda t: (t.best.mean if t.best else 0.0, -t.number))
                 parameters = fold.space.parameters_of(best.family, best.recipe)
-                found += [] if parameters is None else [{"origin": origin, "parameters": parameters}]
-        if found:
-            fold.enqueue(found)
+                fold.enqueue(origin, [] if parameters is None else [parameters])
 
     def report(self, fold: int, number: int, evaluation: Evaluation) -> bool:
         """Record an evaluation; return whether the trial is to stop."""

@@ -1,9 +1,12 @@
 """A search that begins with what an older study found, in the folds that may know it."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dgsearch.domains.layout import DomainIndex
 from dgsearch.search.engine import Engine
 from dgsearch.study import Fold, Study, TrialRecord, read_json, write_json
 
@@ -14,11 +17,11 @@ FILE = "warm_start.json"
 def warm(engine: Engine, older: Path | None) -> str | None:
     """Queue an older study's best recipes in every fold that may know them; return what was done, in words.
 
-    A fold may not if the older study trained or validated on what the fold holds out: by name, and by
-    fingerprint where this study knows it, since the held-out domain is a source of another fold. A held-out
-    domain that no fold has as a source is known by its name alone: it is never opened to find out. What the
-    older study was itself begun with counts as its own. What is queued is written to this study first, and
-    a later session goes on with that, without the older study.
+    A fold may not if the older study trained or validated on what the fold holds out: a domain of that name, or of
+    the same files under another name, where this study knows the files since another fold has them as a source. A
+    held-out domain that is no fold's source is known by its name alone: it is never opened to find out. What the
+    older study was itself begun with counts as its own. What is queued is written to this study first, and a
+    later session goes on with that, without the older study.
 
     Raises:
         ValueError: if there is no such study, no fold may know it, or this study began with another one.
@@ -50,7 +53,7 @@ def warm(engine: Engine, older: Path | None) -> str | None:
         outside += parameters is None
         if parameters is not None and parameters not in known and len(found) < QUEUED:
             known.append(parameters)
-            found.append({"origin": str(older.resolve()), "parameters": parameters})
+            found.append(parameters)
     folds = [fold.number for fold in study.folds if fold.number not in shared]
     begun = {"study": str(older.resolve()), "domains": seen, "folds": folds, "queue": found}
     write_json(record, begun)
@@ -64,21 +67,32 @@ def warm(engine: Engine, older: Path | None) -> str | None:
 def _queue(engine: Engine, begun: dict[str, Any]) -> None:
     for fold in engine.folds:
         if fold.fold.number in begun["folds"]:
-            fold.enqueue(begun["queue"])
+            fold.enqueue(begun["study"], begun["queue"])
 
 
 def domains(study: Study) -> list[list[str]]:
-    """Return name and fingerprint of every domain that a study has learned from, itself or through an older one."""
+    """Return name and content of every domain that a study has learned from, itself or through an older one."""
     record = study.path / FILE
-    before: list[list[str]] = read_json(record)["domains"] if record.exists() else []
-    return sorted({*map(tuple, before), *study.specification.fingerprints.items()})  # type: ignore[arg-type]
+    before = read_json(record)["domains"] if record.exists() else []
+    return sorted([*before, *([name, _content(study, name)] for name in study.specification.fingerprints)])
+
+
+def _content(study: Study, domain: str) -> str:
+    """Return a hash of a source domain's files, whatever the domain is called: their names, labels and sizes."""
+    index = DomainIndex.load(study.index_path(domain))
+    names = (path.rpartition("/")[2] for path in index.paths)
+    rows = sorted(zip(names, index.labels, index.sizes, strict=True))
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
 def _shared(fold: Fold, study: Study, seen: list[list[str]]) -> str | None:
     """Return a domain that a fold holds out and that is among those seen, or None."""
-    names, fingerprints = {name for name, _ in seen}, {fingerprint for _, fingerprint in seen}
-    known = study.specification.fingerprints
-    return next((d for d in fold.held_out if d in names or known.get(d) in fingerprints), None)
+    names, contents = {name for name, _ in seen}, {content for _, content in seen}
+    sources = study.specification.fingerprints
+    return next(
+        (d for d in fold.held_out if d in names or (d in sources and _content(study, d) in contents)),
+        None,
+    )
 
 
 def _best_first(study: Study) -> Iterator[TrialRecord]:
