@@ -420,8 +420,11 @@ def main() -> None:
     try:
         app()
     except OSError as error:
+        from dgsearch.study import storage_fault
+
         where = f" ({error.filename})" if error.filename else ""
-        screen.print(f"error: {error.strerror or error}{where}", markup=False, soft_wrap=True)
+        said = storage_fault(error) or f"{error.strerror or error}{where}"
+        screen.print(f"error: {said}", markup=False, soft_wrap=True)
         sys.exit(2)
     except ValueError as error:
         screen.print(f"error: {error}", markup=False, soft_wrap=True)

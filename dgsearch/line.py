@@ -25,7 +25,7 @@ from dgsearch.search.trial import Training
 from dgsearch.search.warm import warm
 from dgsearch.search_space import read_space
 from dgsearch.selection import Selection
-from dgsearch.study import STATES, Fold, Specification, Study, TrialRecord, read_json, storage_fault
+from dgsearch.study import STATES, Fold, Specification, Study, TrialRecord, read_json
 from dgsearch.train import Evaluation, TrialResult, run_trial
 
 Event = Callable[[str, TrialRecord], None]
@@ -222,8 +222,8 @@ def search(
     first trial there does. ``note(text)`` is called with what a person should know.
 
     Raises:
-        ValueError: for a bad argument, a study that another process searches, or a storage that takes nothing
-            more.
+        ValueError: for a bad argument, a study that another process searches, or a trial that could not write.
+        OSError: if the study can't be written; nothing that ended is lost, and the search can be gone on with.
     """
     known_or_raise("cache", cache, CACHES)
     specification = study.specification
@@ -232,18 +232,12 @@ def search(
     def waiting(who: str) -> None:
         note(f"{who} drove this study: waiting up to {SILENCE:.0f} s for a sign of life")
 
-    try:
-        with ended_by_signals(), study.driven(waiting=waiting):
-            engine = Engine(study, read, trials=trials, floor=floor, sampler=sampler, on_event=on_event)
-            study.plan(trials, floor=floor, sampler=sampler)
-            if (begun := warm(engine, warm_start)) is not None:
-                note(begun)
-            _run(engine, executor, cache_dir, cache)
-    except OSError as error:
-        fault = storage_fault(error)
-        if fault is None:
-            raise
-        raise ValueError(fault) from None
+    with ended_by_signals(), study.driven(waiting=waiting):
+        engine = Engine(study, read, trials=trials, floor=floor, sampler=sampler, on_event=on_event)
+        study.plan(trials, floor=floor, sampler=sampler)
+        if (begun := warm(engine, warm_start)) is not None:
+            note(begun)
+        _run(engine, executor, cache_dir, cache)
 
 
 def _run(engine: Engine, executor: Executor, cache_dir: Path | None, cache: str) -> None:

@@ -286,7 +286,7 @@ class FoldSearch:
     def _begin(self) -> _Running:
         number = len(self.optuna.get_trials(deepcopy=False))
         queued, fixed = self._fixed()
-        self.optuna.sampler = self._sampler(number, fixed)
+        self.optuna.sampler = self._sampler(fixed)
         trial = self.optuna.ask()
         assert trial.number == number
         if fixed is None:
@@ -376,9 +376,12 @@ class FoldSearch:
         least = min(remaining, key=self.families.count)
         return None, {"family": least} if self.families.count(least) < self.floor else {}
 
-    def _sampler(self, number: int, fixed: dict[str, Any] | None) -> optuna.samplers.BaseSampler:
-        """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it."""
-        seed = seed_of(self.study.specification.seed, *self.fold.sources, number) % 2**32
+    def _sampler(self, fixed: dict[str, Any] | None) -> optuna.samplers.BaseSampler:
+        """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it.
+
+        Its seed counts the trials begun, so that one in the place of a trial that never began is the same.
+        """
+        seed = seed_of(self.study.specification.seed, *self.fold.sources, len(self.families)) % 2**32
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler: optuna.samplers.BaseSampler = (
