@@ -118,7 +118,14 @@ def search(
     space: Annotated[str, typer.Option(help="A shipped search space, or a TOML file.")] = "quick",
     targets: Annotated[str, typer.Option(help="Domains held out, a fold each: all, or NAME,NAME.")] = "all",
     sources: Annotated[Optional[str], typer.Option(help="Source domains NAME,NAME; else all others.")] = None,  # noqa: UP045
+    deploy: Annotated[bool, typer.Option("--deploy", help="Add the fold that holds nothing out.")] = False,
     trials: Annotated[int, typer.Option(min=1, help="Trials a fold.")] = 8,
+    floor: Annotated[int, typer.Option(min=0, help="Trials a family before the sampler chooses freely.")] = 3,
+    sampler: Annotated[str, typer.Option(help="tpe, or random: the baseline.")] = "tpe",
+    warm_start: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="STUDY", help="An older study, whose best recipes are tried after the defaults."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps a trial.")] = 300,
     network: Annotated[str, typer.Option(help="small_cnn, mnist_cnn, resnet18 or resnet50.")] = "small_cnn",
     weights: Annotated[
@@ -161,6 +168,7 @@ def search(
                 space=space,
                 targets=targets,
                 sources=sources,
+                deploy=deploy,
                 network=network_name(network, weights=weights),
                 resolution=resolution,
                 batch_size=batch_size,
@@ -187,13 +195,24 @@ def search(
                 lines(kind, record)
                 writer.poke()
 
-            line.search(opened, space=space, trials=trials, executor=where, cache=cache, on_event=event)
+            line.search(
+                opened,
+                space=space,
+                trials=trials,
+                floor=floor,
+                sampler=sampler,
+                warm_start=warm_start,
+                executor=where,
+                cache=cache,
+                on_event=event,
+                note=lambda text: screen.print(text, markup=False, soft_wrap=True),
+            )
     except KeyboardInterrupt:
         screen.print("interrupted: nothing that ended is lost. The same command goes on.")
         raise typer.Exit(130) from None
     screen.print(f"searched for {time.perf_counter() - began:.0f} s")
     if (reason := line.all_failed(opened)) is not None:
-        screen.print(f"error: every trial failed, the first with: {reason}", markup=False, soft_wrap=True)
+        screen.print(f"error: every trial of a fold failed, the first with: {reason}", markup=False, soft_wrap=True)
         raise typer.Exit(1)
     if (study / "selection.json").exists():
         screen.print("a selection was made before and stands; to select anew, move selection.json and evaluation.json")
@@ -401,8 +420,11 @@ def main() -> None:
     try:
         app()
     except OSError as error:
+        from dgsearch.study import storage_fault
+
         where = f" ({error.filename})" if error.filename else ""
-        screen.print(f"error: {error.strerror or error}{where}", markup=False, soft_wrap=True)
+        said = storage_fault(error) or f"{error.strerror or error}{where}"
+        screen.print(f"error: {said}", markup=False, soft_wrap=True)
         sys.exit(2)
     except ValueError as error:
         screen.print(f"error: {error}", markup=False, soft_wrap=True)

@@ -16,12 +16,14 @@ from dgsearch.domains.cache import CACHES, default_cache_dir, readable
 from dgsearch.domains.layout import DomainIndex, class_names, domain_names, read_domain
 from dgsearch.domains.split import split
 from dgsearch.evaluation import Report, evaluate
+from dgsearch.lease import SILENCE
 from dgsearch.networks import PRECISIONS, network_name, weights_hash
 from dgsearch.recipe import decode
-from dgsearch.search.engine import Engine, ended_by_signals
+from dgsearch.search.engine import FLOOR, Engine, ended_by_signals
 from dgsearch.search.local import run_local
 from dgsearch.search.trial import Training
-from dgsearch.search_space import SearchSpace, read_space
+from dgsearch.search.warm import warm
+from dgsearch.search_space import read_space
 from dgsearch.selection import Selection
 from dgsearch.study import STATES, Fold, Specification, Study, TrialRecord, read_json
 from dgsearch.train import Evaluation, TrialResult, run_trial
@@ -45,11 +47,14 @@ class Executor:
         known_or_raise("executor", self.kind, ("ray", "local"))
 
 
-def plan_folds(data: Path, *, targets: str = "all", sources: str | None = None) -> tuple[Fold, ...]:
+def plan_folds(
+    data: Path, *, targets: str = "all", sources: str | None = None, deploy: bool = False
+) -> tuple[Fold, ...]:
     """Return the folds: one for each target named, which is held out and never opened.
 
     ``targets`` is ``all`` or names with commas; ``sources`` names the source domains, else they are all
-    others. With ``sources`` given, a target need not exist.
+    others. With ``sources`` given, a target need not exist. ``deploy`` adds the fold of the model to ship: it
+    holds nothing out, and has every domain of the other folds as a source, targets that exist among them.
 
     Raises:
         ValueError: for an unknown domain, or a fold without a source.
@@ -72,6 +77,9 @@ def plan_folds(data: Path, *, targets: str = "all", sources: str | None = None) 
         if not rest:
             raise ValueError(f"no source domain is left when {target!r} is held out of {data}")
         folds.append(Fold(len(folds), tuple(rest), (target,) if target else ()))
+    if deploy and all(fold.held_out for fold in folds):
+        used = {name for fold in folds for name in (*fold.sources, *fold.held_out)}
+        folds.append(Fold(len(folds), tuple(name for name in known if name in used), ()))
     return tuple(folds)
 
 
@@ -89,6 +97,7 @@ def open_study(
     space: str,
     targets: str = "all",
     sources: str | None = None,
+    deploy: bool = False,
     network: str = "small_cnn",
     resolution: int = 32,
     batch_size: int | None = None,
@@ -116,7 +125,7 @@ def open_study(
     known_or_raise("precision", precision, PRECISIONS)
     network = network_name(network)
     read = read_space(space, network=network, batch_size=batch_size)
-    folds = plan_folds(data, targets=targets, sources=sources)
+    folds = plan_folds(data, targets=targets, sources=sources, deploy=deploy)
     for fold in folds:
         for family in read.families:
             chosen = {slot: names[0] for slot, names in family.choices.items()}
@@ -195,35 +204,44 @@ def search(
     *,
     space: str,
     trials: int = 8,
+    floor: int = FLOOR,
+    sampler: str = "tpe",
+    warm_start: Path | None = None,
     executor: Executor = Executor(),  # noqa: B008 - frozen
     cache_dir: Path | None = None,
     cache: str = "disk",
     on_event: Event = lambda kind, record: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run a study's search until each fold has its trials; go on where an earlier session left off.
 
-    ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it. What
-    ``open_study`` has not decoded on a node, its first trial there does.
+    ``floor`` trials of each family come before the ``sampler`` (tpe or random) chooses freely; like ``trials``,
+    both may be others in a later session, and hold for the trials begun in it. ``warm_start`` is an older study
+    whose best recipes each fold that may know them tries after its defaults. ``cache``: where trials have decoded
+    images, disk, memory or none; results do not depend on it. What ``open_study`` has not decoded on a node, its
+    first trial there does. ``note(text)`` is called with what a person should know.
+
+    Raises:
+        ValueError: for a bad argument, a study that another process searches, or a trial that could not write.
+        OSError: if the study can't be written; nothing that ended is lost, and the search can be gone on with.
     """
     known_or_raise("cache", cache, CACHES)
     specification = study.specification
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
-    with ended_by_signals(), study.driven():
-        study.plan(trials)
-        _search(study, read, trials, executor, cache_dir, cache, on_event)
+
+    def waiting(who: str) -> None:
+        note(f"{who} drove this study: waiting up to {SILENCE:.0f} s for a sign of life")
+
+    with ended_by_signals(), study.driven(waiting=waiting):
+        engine = Engine(study, read, trials=trials, floor=floor, sampler=sampler, on_event=on_event)
+        study.plan(trials, floor=floor, sampler=sampler)
+        if (begun := warm(engine, warm_start)) is not None:
+            note(begun)
+        _run(engine, executor, cache_dir, cache)
 
 
-def _search(
-    study: Study,
-    space: SearchSpace,
-    trials: int,
-    executor: Executor,
-    cache_dir: Path | None,
-    cache: str,
-    on_event: Event,
-) -> None:
-    specification = study.specification
-    engine = Engine(study, space, trials=trials, on_event=on_event)
+def _run(engine: Engine, executor: Executor, cache_dir: Path | None, cache: str) -> None:
+    specification = engine.study.specification
     on_gpu = executor.gpus_per_trial > 0 if executor.kind == "ray" else torch.cuda.is_available()
     trial = Training(
         network=specification.network,
@@ -268,10 +286,12 @@ def status(study: Study) -> dict[str, Any]:
 
 
 def all_failed(study: Study) -> str | None:
-    """Return why the first trial failed if every trial did, else None."""
-    trials = [t for fold in study.folds for t in study.trials(fold.number)]
-    reasons = [t.result["reason"] for t in trials if t.state == "failed"]
-    return reasons[0] if reasons and len(reasons) == len(trials) else None
+    """Return why the first trial of a fold failed if every trial of that fold did, else None."""
+    for fold in study.folds:
+        trials = study.trials(fold.number)
+        if trials and all(t.state == "failed" for t in trials):
+            return str(trials[0].result["reason"])
+    return None
 
 
 def unfinished(study: Study) -> str | None:

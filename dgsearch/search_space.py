@@ -98,6 +98,29 @@ class SearchSpace:
                     found |= family.ranges[key].fixed(f"{name}.{key}", family.defaults[key])
         return found
 
+    def parameters_of(self, name: str, recipe: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the trial parameters that draw an encoded recipe, of the family ``name`` if it holds it.
+
+        None if no family of this space holds it: another choice, or a value outside a range or not the fixed one.
+        """
+        for family in sorted(self.families, key=lambda f: f.name != name):
+            chosen = {slot: recipe[slot]["kind"] for slot in family.choices}
+            if any(kind not in family.choices[slot] for slot, kind in chosen.items()):
+                continue
+            found: dict[str, Any] = {"family": family.name}
+            found |= {f"{family.name}.{s}": kind for s, kind in chosen.items() if len(family.choices[s]) > 1}
+            fits = True
+            for slot, cls in family.components(chosen).items():
+                for field, default in cls.defaults(network_kind(self.network)).items():
+                    key, value = f"{cls.choice()}.{field}", recipe[slot].get(field)
+                    declared = family.ranges.get(key)
+                    fits = fits and (declared or Choice((family.defaults.get(key, default),))).contains(value)
+                    if fits and declared is not None:
+                        found |= declared.fixed(f"{family.name}.{key}", value)
+            if fits:
+                return found
+        return None
+
     def default_recipe(self) -> Recipe:
         """Return plain ERM with Adam: the family that is just that where there is one, else as declared."""
         plain = next((family for family in self.families if family.is_plain), None)

@@ -4,8 +4,11 @@
     domains/0.json …              the index of each source domain
     folds/0/journal.log           Optuna's journal
     folds/0/verdicts.jsonl        early stopping: value, rung and verdict, in the order they were given
-    folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, and a folder a session with weights
-    plan.json                     how many trials a fold were asked for
+    folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, retry.json where its memory was too
+                                  small, and a folder a session with weights
+    folds/0/queue.json            parameters that trials are given after the defaults, from other studies or folds
+    sessions/0001/                a driver's time with the study: who it is (see lease.py)
+    plan.json                     how many trials a fold were asked for, and how they are drawn
     selection.json, evaluation.json, openings.jsonl
     tracking.json, mlflow.db, mlartifacts/
 
@@ -13,32 +16,70 @@ Folders carry numbers only: a trial is never told, even by a path, which domain 
 """
 
 import contextlib
+import errno
+import importlib.metadata
 import json
 import os
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from dgsearch import lease
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.train import Evaluation
 
+FORMAT = 1  # of study directories: raised when an earlier dgsearch could not go on with one
 STATES = ("complete", "pruned", "failed", "running")
+
+
+REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "let files be larger",
+    errno.EROFS: "make it writable",
+}
+
+
+def storage_fault(error: OSError) -> str | None:
+    """Return what to say of a storage that takes nothing more, or None if that is not what is wrong.
+
+    It is never a trial's own fault, and ends a session rather than a trial.
+    """
+    remedy = REMEDIES.get(error.errno or 0)
+    if remedy is None:
+        return None
+    where = f": {error.filename}" if error.filename else ""
+    return (
+        f"{os.strerror(error.errno or 0).lower()}{where}; nothing that ended is lost: "
+        f"{remedy} and run the same command again"
+    )
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give an error of writing the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON aside and put it in place in one move, on the disk before it is in place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("w") as file:
+                json.dump(value, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
 
 
 def read_json(path: Path) -> Any:
@@ -64,9 +105,14 @@ def drop_torn_line(path: Path) -> None:
 
 def append_line(path: Path, value: Any) -> None:
     """Append one line of JSON; a line that an earlier writer left cut in half is dropped first."""
-    drop_torn_line(path)
+    with _naming(path):
+        drop_torn_line(path)
+        _append(path, json.dumps(value).encode() + b"\n")
+
+
+def _append(path: Path, line: bytes) -> None:
     with path.open("ab") as file:
-        file.write(json.dumps(value).encode() + b"\n")
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
@@ -140,6 +186,8 @@ class TrialRecord:
     folder: Path
     evaluations: tuple[Evaluation, ...] = ()
     result: dict[str, Any] = field(default_factory=dict)
+    queued: int | None = None  # its place in the fold's queue, if it was given its parameters from there
+    whole_device: bool = False  # it ran out of memory once, and is to have a device to itself
 
     @property
     def state(self) -> str:
@@ -164,6 +212,7 @@ class Study:
     def __init__(self, path: Path, specification: Specification) -> None:
         self.path = path
         self.specification = specification
+        self._lease: lease.Lease | None = None
 
     @property
     def folds(self) -> tuple[Fold, ...]:
@@ -193,7 +242,7 @@ class Study:
             for number, index in enumerate(indexes):
                 (path / "domains").mkdir(parents=True, exist_ok=True)
                 index.save(path / "domains" / f"{number}.json")
-            write_json(file, asdict(specification))
+            write_json(file, {"format": FORMAT} | asdict(specification))
         except OSError as error:
             raise ValueError(f"can't write the study {path}: {error.strerror}") from None
         return cls(path, specification)
@@ -208,40 +257,69 @@ class Study:
         """Open a study directory.
 
         Raises:
-            ValueError: if there is none at ``path``.
+            ValueError: if there is none at ``path``, or one in another format.
         """
         file = path / "study.json"
         if not file.is_file():
             raise ValueError(f"no study at {path}: {file} does not exist; `dgsearch search --study` makes one")
         values = read_json(file)
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} is not of a study: it holds no table")
+        version = values.get("version") or "of an unknown version"
+        # Before formats had numbers there was only the first.
+        if (found := values.pop("format", FORMAT)) != FORMAT:
+            raise ValueError(
+                f"the study {path} has format {found}, written by dgsearch {version}; this one is dgsearch "
+                f"{importlib.metadata.version('dgsearch')}, which reads format {FORMAT}"
+            )
         try:
             folds = tuple(Fold(f["number"], tuple(f["sources"]), tuple(f["held_out"])) for f in values["folds"])
             return cls(path, Specification(**values | {"folds": folds}))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{file} is not of a study, or of another version of dgsearch: {error}") from None
+            raise ValueError(
+                f"{file} is not of a study in format {FORMAT} (written by dgsearch {version}; this one is dgsearch "
+                f"{importlib.metadata.version('dgsearch')}): {error}"
+            ) from None
 
     @contextlib.contextmanager
-    def driven(self) -> Iterator[None]:
-        """Be the only driver of the study until the exit; a killed driver's hold ends with it.
+    def driven(self, *, waiting: Callable[[str], None] = lambda who: None) -> Iterator[None]:
+        """Be the only driver of the study until the exit; a dead driver is followed at once on its machine.
+
+        A driver of another machine is followed after a minute without a sign of life; ``waiting(who)`` is
+        called before that minute.
 
         Raises:
-            ValueError: if another one is at work.
+            ValueError: if another one is at work, or the study can't be written.
         """
-        lock, driver = FileLock(self.path / ".driver.lock"), self.path / "driver.json"
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            who = read_json(driver) if driver.exists() else {}
-            raise ValueError(
-                f"the study {self.path} is being searched by process {who.get('pid', '?')} on {who.get('host', '?')}; "
-                "one driver at a time"
-            ) from None
+            self._lease = lease.Lease.take(self.path / "sessions", waiting=waiting)
+        except ValueError as error:
+            raise ValueError(f"the study {self.path} {error}") from None
+        except OSError as error:
+            raise ValueError(f"can't write the study {self.path}: {error.strerror}") from None
         try:
-            write_json(driver, {"pid": os.getpid(), "host": socket.gethostname()})
             yield
         finally:
-            driver.unlink(missing_ok=True)
-            lock.release()
+            self._lease.release()
+            self._lease = None
+
+    def check_driver(self) -> None:
+        """Raise a ValueError if this process was the driver and another has followed it."""
+        if self._lease is not None:
+            try:
+                self._lease.check()
+            except ValueError as error:
+                raise ValueError(f"the study {self.path} {error}") from None
+
+    def begin_session(self) -> str:
+        """Return the name of the driver's session, or of a new one where nobody else drives."""
+        if self._lease is not None:
+            return self._lease.session
+        sessions = self.path / "sessions"
+        sessions.mkdir(exist_ok=True)
+        name = lease.name(1 + max(lease.numbers(sessions), default=0))
+        (sessions / name).mkdir()
+        return name
 
     @property
     def planned(self) -> int | None:
@@ -249,9 +327,9 @@ class Study:
         file = self.path / "plan.json"
         return int(read_json(file)["trials"]) if file.exists() else None
 
-    def plan(self, trials: int) -> None:
-        """Record how many trials a fold are asked for."""
-        write_json(self.path / "plan.json", {"trials": trials})
+    def plan(self, trials: int, *, floor: int, sampler: str) -> None:
+        """Record how many trials a fold are asked for, and how those still to begin are drawn."""
+        write_json(self.path / "plan.json", {"trials": trials, "floor": floor, "sampler": sampler})
 
     def index_path(self, domain: str) -> Path:
         """Return where a source domain's index is kept."""
@@ -282,6 +360,8 @@ class Study:
             folder,
             tuple(Evaluation(**e) for e in read_lines(folder / "evaluations.jsonl")),
             ended,
+            begun.get("queued"),
+            (folder / "retry.json").exists(),
         )
 
     def trials(self, fold: int) -> list[TrialRecord]:

@@ -1,6 +1,8 @@
 """run_trial: one recipe trained on source domains only, judged on their validation parts."""
 
 import contextlib
+import hashlib
+import io
 import json
 import math
 import os
@@ -31,6 +33,9 @@ from dgsearch.step import (
     signal_to_noise,
 )
 
+CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")  # the newest, and the one before
+RESUMED = "resumed.jsonl"  # beside them, a line each time a trial goes on from one
+DIGEST_BYTES = 32  # of the hash that ends a checkpoint
 EVALUATIONS = 20  # a trial
 STATISTICS_BATCHES = 32  # that an average's batch-norm statistics are computed on
 
@@ -88,6 +93,31 @@ def evaluation_steps(steps: int) -> list[int]:
     return sorted({math.ceil(steps * k / EVALUATIONS) for k in range(1, EVALUATIONS + 1)})
 
 
+def write_whole(path: Path, data: bytes | memoryview) -> None:
+    """Write a file aside and put it in place in one move, on the disk before it is in place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def read_checkpoint(path: Path) -> bytes | None:
+    """Return what a checkpoint holds, or None if it is not there or not as it was written."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    content, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    return content if hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() == digest else None
+
+
 @torch.no_grad()
 def predict(model: nn.Module, batches: Iterable[DomainBatch]) -> tuple[Tensor, Tensor]:
     """Return logits [N, K] and class ids [N] of batches in order, in evaluation mode; the mode is put back."""
@@ -129,7 +159,8 @@ def run_trial(
 
     At each of 20 evaluations the full state is written to ``checkpoint_dir`` (where given), then ``report``
     is called, which may raise StopTrial. Called again with the same arguments it goes on from that state,
-    to the same weights bit for bit, and reports the evaluation it found once more.
+    to the same weights bit for bit, and reports the evaluation it found once more. A damaged state is passed
+    over for the one before it, or for the beginning, and ``resumed.jsonl`` there says so.
 
     Raises:
         ValueError: if the recipe can't run on these sources, or the checkpoint is another trial's.
@@ -210,9 +241,7 @@ class _Trial:
 
     def run(self, report: Callable[[Evaluation], None], checkpoint_dir: Path | None, *, identity: str) -> None:
         """Train to the end, from a checkpoint where there is one."""
-        path = None if checkpoint_dir is None else checkpoint_dir / "checkpoint.pt"
-        if path is not None and path.exists():
-            self.load(path, identity)
+        if checkpoint_dir is not None and self.load(checkpoint_dir, identity):
             report(self.evaluations[-1])
         at = set(evaluation_steps(self.steps))
         began = time.perf_counter() - self.seconds
@@ -222,8 +251,8 @@ class _Trial:
                 continue
             evaluation = self.evaluate(batch, seconds=time.perf_counter() - began)
             self.seconds = evaluation.seconds
-            if path is not None:
-                self.save(path, identity)
+            if checkpoint_dir is not None:
+                self.save(checkpoint_dir, identity)
             report(evaluation)
 
     def train_step(self) -> DomainBatch:
@@ -326,8 +355,8 @@ class _Trial:
     def _stateful(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("model", "objective", "optimizer", "epoch_end", "average")}
 
-    def save(self, path: Path, identity: str) -> None:
-        """Write the full state aside, and put it in place in one move."""
+    def save(self, folder: Path, identity: str) -> None:
+        """Write the full state and a hash of it aside, and put it in place; the one before it is kept."""
         state = {
             "identity": identity,
             "step": self.step,
@@ -338,17 +367,33 @@ class _Trial:
             "edits": self.edits,
             **{name: part.state_dict() for name, part in self._stateful.items()},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".partial")
-        with aside.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        with buffer.getbuffer() as content:
+            digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+        buffer.seek(0, os.SEEK_END)
+        buffer.write(digest)
+        newest, previous = (folder / name for name in CHECKPOINTS)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(newest, previous)
+        write_whole(newest, buffer.getbuffer())
 
-    def load(self, path: Path, identity: str) -> None:
-        """Take the state that ``save`` wrote."""
-        state = torch.load(path, map_location=self.sources.device, weights_only=True)
+    def load(self, folder: Path, identity: str) -> bool:
+        """Take the newest whole state that ``save`` wrote, and note it; return whether there was one."""
+        there = [path for name in CHECKPOINTS if (path := folder / name).exists()]
+        whole = next(((path, content) for path in there if (content := read_checkpoint(path)) is not None), None)
+        damaged = there if whole is None else there[: there.index(whole[0])]
+        if whole is not None:
+            self._restore(*whole, identity)
+        if there:
+            with (folder / RESUMED).open("a") as file:
+                file.write(json.dumps({"step": self.step, "damaged": [path.name for path in damaged]}) + "\n")
+        for path in damaged:  # lest it becomes the one before
+            path.unlink()
+        return whole is not None
+
+    def _restore(self, path: Path, content: bytes, identity: str) -> None:
+        state = torch.load(io.BytesIO(content), map_location=self.sources.device, weights_only=True)
         if state["identity"] != identity:
             raise ValueError(f"the checkpoint {path} belongs to a trial with other settings")
         self.step, self.seconds, self.edits = state["step"], state["seconds"], state["edits"]

@@ -8,8 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dgsearch"
 ROOMS = [
     "component", "randomness", "step", "networks", "domains", "objectives", "optimizers", "gradient", "epoch_end",
-    "average", "recipe", "search_space", "train", "study", "selection", "evaluation", "search", "tracking", "report",
-    "toys", "line", "cli", "__main__",
+    "average", "recipe", "search_space", "train", "lease", "study", "selection", "evaluation", "search", "tracking",
+    "report", "toys", "line", "cli", "__main__",
 ]  # fmt: skip
 SLOTS = {"objectives", "optimizers", "gradient", "epoch_end", "average"}
 ONLY_IN = {

@@ -1,6 +1,8 @@
 """run_trial: what it reports and keeps; optimizers' options arrive; divergence."""
 
+import contextlib
 import dataclasses
+import json
 import math
 
 import pytest
@@ -12,7 +14,7 @@ from dgsearch.optimizers.adam import Adam
 from dgsearch.optimizers.adamw import AdamW
 from dgsearch.optimizers.sgd import Sgd
 from dgsearch.recipe import Recipe, Training
-from dgsearch.train import DivergedError, evaluation_steps, run_trial
+from dgsearch.train import CHECKPOINTS, RESUMED, DivergedError, StopTrial, evaluation_steps, run_trial
 
 SMALL = Training(batch_size=4)
 
@@ -111,3 +113,69 @@ def test_optimizer_options_and_group_ratios_arrive(component):
                 x = x - lr * (g + 0.9 * m)
         assert parameter.detach().double().tolist() == pytest.approx(x.tolist(), abs=1e-6)
     assert math.isfinite(parameters[0].sum().item())
+
+
+def train_on(sources, folder, *, until=None, steps=10):
+    """Train with checkpoints in a folder, until the evaluation at a step; return the result and what was reported."""
+    reported = []
+
+    def report(evaluation):
+        reported.append(evaluation.step)
+        if evaluation.step == until:
+            raise StopTrial
+
+    with contextlib.suppress(StopTrial):
+        return run_trial(
+            Recipe(training=SMALL), sources, network="law_net", steps=steps, seed=0, checkpoint_dir=folder,
+            report=report,
+        ), reported  # fmt: skip
+    return None, reported
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def replaced(path):
+    path.write_bytes(b"not a checkpoint")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, replaced])
+@pytest.mark.parametrize(("damaged", "again"), [(1, [3, 4, 5, 6, 7, 8, 9, 10]), (2, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])])
+def test_a_damaged_checkpoint_is_passed_over(sources, tmp_path, damage, damaged, again):
+    whole, _ = train_on(sources, tmp_path / "whole")
+    train_on(sources, tmp_path, until=4)
+    for name in CHECKPOINTS[:damaged]:
+        damage(tmp_path / name)
+    continued, reported = train_on(sources, tmp_path)
+    assert reported == again
+    assert all(torch.equal(continued.weights[k], v) for k, v in whole.weights.items())
+    assert [(e.step, e.accuracy, e.loss, e.log) for e in continued.evaluations] == [
+        (e.step, e.accuracy, e.loss, e.log) for e in whole.evaluations
+    ]
+    assert json.loads((tmp_path / RESUMED).read_text()) == {
+        "step": again[0] if damaged == 1 else 0, "damaged": list(CHECKPOINTS[:damaged])
+    }  # fmt: skip
+
+
+def test_a_kill_between_the_two_moves_of_a_checkpoint_loses_one_evaluation_at_most(sources, tmp_path, monkeypatch):
+    train_on(sources, tmp_path, until=4)
+    (tmp_path / CHECKPOINTS[0]).unlink()
+    _, reported = train_on(sources, tmp_path)
+    assert reported[0] == 3 and not (tmp_path / ".checkpoint.pt.partial").exists()
+
+
+def test_nothing_is_unpickled_that_was_not_written_whole(sources, tmp_path, monkeypatch):
+    train_on(sources, tmp_path, until=2)
+    damaged = [tmp_path / name for name in CHECKPOINTS]
+    for path in damaged:
+        flip(path)
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("loaded"))
+    _, reported = train_on(sources, tmp_path)
+    assert reported[0] == 1

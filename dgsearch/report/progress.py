@@ -6,6 +6,8 @@ from rich.console import Console
 
 from dgsearch.study import Study, TrialRecord
 
+SAID = ("reason", "note")  # of a result
+
 
 class TrialLines:
     """Prints a line when a trial ends: how many are done, what it reached, and about how long is left."""
@@ -25,18 +27,24 @@ class TrialLines:
 
     def __call__(self, kind: str, record: TrialRecord) -> None:
         """Print what happened to a trial."""
+        held_out = ", ".join(self.folds[record.fold].held_out) or "none"
+        said = {
+            "retry": f"t{record.number:04d} {record.family} ran out of memory and is tried again, on a whole device",
+            "given up": f"the family {record.family} is GIVEN UP: each trial of it so far failed",
+        }.get(kind)
+        if said is not None:
+            self.console.print(f"held out: {held_out}  {said}", markup=False, soft_wrap=True)
         if kind != "end":
             return
         self.done += 1
         self._take(record)
         score = f"{record.best.mean:.3f}" if record.best else "  -  "
         best = f"{self.best[record.fold]:.3f}" if record.fold in self.best else "  -  "
-        held_out = ", ".join(self.folds[record.fold].held_out) or "none"
         left = (time.monotonic() - self.began) / (self.done - self.before) * max(self.total - self.done, 0)
         self.console.print(
             f"[{self.done:>{len(str(self.total))}}/{self.total}] held out: {held_out:<12} "
             f"t{record.number:04d} {record.family:<12} {record.state:<8} {score} (best {best}) "
-            f"about {_clock(left)} left" + (f"  {record.result['reason']}" if record.result["reason"] else ""),
+            f"about {_clock(left)} left" + "".join(f"  {record.result[k]}" for k in SAID if record.result.get(k)),
             markup=False,
             soft_wrap=True,
         )

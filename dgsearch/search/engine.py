@@ -14,8 +14,8 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,30 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
+from dgsearch.component import known_or_raise
 from dgsearch.domains.layout import DomainIndex, class_names
 from dgsearch.randomness import seed_of
 from dgsearch.recipe import encode
 from dgsearch.search_space import SearchSpace
-from dgsearch.study import Fold, Study, TrialRecord, append_line, drop_torn_line, read_lines, write_json
-from dgsearch.train import Evaluation, StopTrial, evaluation_steps
+from dgsearch.study import (
+    Fold,
+    Study,
+    TrialRecord,
+    append_line,
+    drop_torn_line,
+    read_json,
+    read_lines,
+    storage_fault,
+    write_json,
+)
+from dgsearch.train import CHECKPOINTS, RESUMED, DivergedError, Evaluation, StopTrial, evaluation_steps, read_checkpoint
 
 RUNGS = (0.1, 0.3)  # shares of a trial's steps at which it may be stopped
 REDUCTION = 3  # one in three goes on at each rung
 FLOOR = 3  # trials a family has before the sampler chooses freely
+SAMPLERS = ("tpe", "random")
 SAMPLER_STARTUP = 10  # trials before the sampler models anything
+OUT_OF_MEMORY = "out of memory"
 
 Report = Callable[[Evaluation], None]
 
@@ -48,15 +61,20 @@ class Assignment:
     recipe: dict[str, Any]
     sources: tuple[str, ...]  # paths of the source domains' index files
     folder: str  # of this session of the trial: checkpoint and weights
+    whole_device: bool = False  # it ran out of memory before, sharing one
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. ``weights`` is the name of a file in the assignment's folder."""
+    """How a trial ended. ``weights`` is the name of a file in the assignment's folder.
 
-    state: str  # complete, pruned or failed
-    reason: str = ""
+    ``unfinished`` is no end: the storage took nothing more, which ends the session.
+    """
+
+    state: str  # complete, pruned, failed or unfinished
+    reason: str = ""  # one line
     weights: str | None = None
+    kind: str = ""  # of a failure: diverged, error, out of memory or worker lost
 
 
 Trial = Callable[[Assignment, Report], Outcome]
@@ -69,8 +87,23 @@ def run_guarded(trial: Trial, assignment: Assignment, report: Report) -> Outcome
     except StopTrial:
         return Outcome("pruned")
     except Exception as error:  # a component may raise anything
+        if isinstance(error, OSError) and (fault := storage_fault(error)) is not None:
+            return Outcome("unfinished", fault)
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome("failed", f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
+        said = (str(error).splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {said} ({Path(where.filename).name}:{where.lineno})"
+        return Outcome("failed", reason, kind=failure_kind(error))
+
+
+def failure_kind(error: Exception) -> str:
+    """Return what kind of failure an exception in a trial is."""
+    if isinstance(error, DivergedError):
+        return "diverged"
+    said = str(error).lower()
+    memory = "out of memory" in said or "can't allocate memory" in said or "alloc_failed" in said
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and memory):
+        return OUT_OF_MEMORY
+    return "error"
 
 
 @contextlib.contextmanager
@@ -117,10 +150,45 @@ class _Running:
     reported: set[int] = field(default_factory=set)
 
 
-class FoldSearch:
-    """One fold: its Optuna study, its rungs and its count of trials. Nothing crosses between folds."""
+class _AmongRemaining(optuna.samplers.BaseSampler):
+    """A sampler whose families given up are drawn no more: another is, uniformly, in the place of one.
 
-    def __init__(self, study: Study, fold: Fold, space: SearchSpace, *, session: str) -> None:
+    A categorical parameter keeps its choices for as long as an Optuna study lasts, so they can't be taken out.
+    """
+
+    def __init__(self, sampler: optuna.samplers.BaseSampler, remaining: Sequence[str], *, seed: int) -> None:
+        self.sampler = sampler
+        self.remaining = remaining
+        self.seed = seed
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+        return self.sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, search_space: dict[str, Any]
+    ) -> dict[str, Any]:
+        found = self.sampler.sample_relative(study, trial, search_space)
+        return {k: v for k, v in found.items() if k != "family" or v in self.remaining}
+
+    def sample_independent(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, param_name: str, param_distribution: Any
+    ) -> Any:
+        if param_name == "family":
+            return self.remaining[seed_of(self.seed, "family") % len(self.remaining)]
+        return self.sampler.sample_independent(study, trial, param_name, param_distribution)
+
+
+class FoldSearch:
+    """One fold: its Optuna study, its rungs and its count of trials. Nothing crosses between folds.
+
+    ``enqueue`` is the one way in for what was found elsewhere; who calls it answers for what may flow.
+    """
+
+    def __init__(
+        self, study: Study, fold: Fold, space: SearchSpace, *, session: str, floor: int = FLOOR, sampler: str = "tpe"
+    ) -> None:
+        self.floor = floor
+        self.sampler = sampler
         self.study = study
         self.fold = fold
         self.space = space
@@ -137,8 +205,12 @@ class FoldSearch:
         for line in read_lines(self.folder / "verdicts.jsonl"):
             self._take(line)
         self.running: dict[int, _Running] = {}
+        queue = self.folder / "queue.json"
+        self.queue: dict[str, Any] = read_json(queue) if queue.exists() else {"origins": [], "parameters": []}
+        self.queued = 0  # how much of the queue is used up
         journal = str(self.folder / "journal.log")
         drop_torn_line(Path(journal))
+        Path(f"{journal}.lock").unlink(missing_ok=True)  # of a killed driver: this one is the only one now
         try:
             storage = JournalStorage(JournalFileBackend(journal, lock_obj=JournalFileOpenLock(journal)))
             self.optuna = optuna.create_study(
@@ -147,6 +219,7 @@ class FoldSearch:
         except json.JSONDecodeError as error:
             raise ValueError(f"the journal {journal} is damaged: {error}") from None
         self.families: list[str] = []  # of the trials begun, in order
+        self.failures: list[str] = []  # the families of the trials that failed
         self.unfinished: deque[_Running] = deque()
         self._adopt()
 
@@ -161,7 +234,7 @@ class FoldSearch:
                 self.optuna.tell(frozen.number, state=TrialState.FAIL)
                 continue
             record = self.study.trial(self.fold.number, frozen.number)
-            self.families.append(record.family)
+            self._count(record)
             if frozen.state != TrialState.RUNNING:
                 continue
             running = _Running(
@@ -178,6 +251,13 @@ class FoldSearch:
             else:
                 self.unfinished.append(running)
 
+    def _count(self, record: TrialRecord) -> None:
+        self.families.append(record.family)
+        if record.state == "failed":
+            self.failures.append(record.family)
+        if record.queued is not None:
+            self.queued = max(self.queued, record.queued + 1)
+
     def _take(self, line: dict[str, Any]) -> None:
         self.verdicts[line["trial"], line["step"]] = line["stop"]
         self.recorded[line["step"]].append(line["value"])
@@ -190,17 +270,23 @@ class FoldSearch:
         record = running.record
         folder = record.folder / self.session
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = [p for p in record.folder.glob("*/checkpoint.pt") if p.parent != folder]
-        if earlier:
-            # A copy: a worker of a dead session that still writes can't reach this session's folder.
-            shutil.copy2(max(earlier), folder / "checkpoint.pt")
+        earlier = sorted((p for p in record.folder.iterdir() if p.is_dir() and p != folder), reverse=True)
+        there = [[file for name in CHECKPOINTS if (file := p / name).exists()] for p in earlier]
+        there = [files for files in there if files]
+        whole = (files for files in there if any(read_checkpoint(file) is not None for file in files))
+        for file in next(whole, there[0] if there else []):
+            # A copy: a worker of a dead session that still writes can't reach this session's folder. A damaged
+            # one comes along, so that the trial says what it passed over.
+            shutil.copyfile(file, folder / file.name)
         sources = tuple(str(self.study.index_path(name).resolve()) for name in self.fold.sources)
-        return Assignment(self.fold.number, record.number, record.recipe, sources, str(folder.resolve()))
+        return Assignment(
+            self.fold.number, record.number, record.recipe, sources, str(folder.resolve()), record.whole_device
+        )
 
     def _begin(self) -> _Running:
         number = len(self.optuna.get_trials(deepcopy=False))
-        fixed = self._fixed()
-        self.optuna.sampler = self._sampler(number, fixed)
+        queued, fixed = self._fixed()
+        self.optuna.sampler = self._sampler(fixed)
         trial = self.optuna.ask()
         assert trial.number == number
         if fixed is None:
@@ -226,10 +312,11 @@ class FoldSearch:
                 "threads": specification.threads,
                 "precision": specification.precision,
                 "versions": {n: importlib.metadata.version(n) for n in ("dgsearch", "torch", "numpy", "pillow")},
+                "queued": queued,
             },
         )
-        self.families.append(family)
-        record = TrialRecord(self.fold.number, number, family, encode(recipe), default, folder)
+        record = TrialRecord(self.fold.number, number, family, encode(recipe), default, folder, queued=queued)
+        self._count(record)
         self.running[number] = running = _Running(record, trial)
         return running
 
@@ -249,24 +336,65 @@ class FoldSearch:
         """How many trials are defaults: one a family, and plain ERM where no family is that."""
         return len({*self._order, self._baseline})
 
-    def _fixed(self) -> dict[str, Any] | None:
-        """Return the parameters that the next trial must have; None for the baseline outside the space."""
+    @property
+    def remaining(self) -> list[str]:
+        """The families not given up: one is when every trial of it so far has failed, its defaults first of all."""
+        return [f for f in self._order if not self.failures.count(f) or self.families.count(f) > self.failures.count(f)]
+
+    @property
+    def past_defaults(self) -> bool:
+        """Whether every family's defaults have begun."""
+        return len(self.families) >= self._defaults
+
+    def enqueue(self, origin: str, found: Sequence[Mapping[str, Any]]) -> None:
+        """Give parameters to trials that follow the defaults; once from each origin, and each set once."""
+        if origin in self.queue["origins"]:
+            return
+        known = [*map(self.space.default_parameters, self._order), *self.queue["parameters"]]
+        new = [dict(parameters) for parameters in found if parameters not in known]
+        queue = {
+            "origins": [*self.queue["origins"], origin],
+            "parameters": [*self.queue["parameters"], *new],
+        }
+        write_json(self.folder / "queue.json", queue)
+        self.queue = queue
+
+    def _fixed(self) -> tuple[int | None, dict[str, Any] | None]:
+        """Return the parameters that the next trial must have, and their place in the queue if they are from there.
+
+        None are those of the baseline outside the space.
+        """
         begun = len(self.families)
         if begun < self._defaults:
             offset = self._defaults - len(self._order)
-            return None if begun < offset else self.space.default_parameters(self._order[begun - offset])
-        least = min(self._order, key=self.families.count)
-        return {"family": least} if self.families.count(least) < FLOOR else {}
+            return None, None if begun < offset else self.space.default_parameters(self._order[begun - offset])
+        remaining = self.remaining
+        queue = self.queue["parameters"]
+        for place in range(self.queued, len(queue)):
+            if queue[place]["family"] in remaining:
+                return place, queue[place]
+        least = min(remaining, key=self.families.count)
+        return None, {"family": least} if self.families.count(least) < self.floor else {}
 
-    def _sampler(self, number: int, fixed: dict[str, Any] | None) -> optuna.samplers.BaseSampler:
-        """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it."""
-        seed = seed_of(self.study.specification.seed, *self.fold.sources, number) % 2**32
+    def _sampler(self, fixed: dict[str, Any] | None) -> optuna.samplers.BaseSampler:
+        """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it.
+
+        Its seed counts the trials begun, so that one in the place of a trial that never began is the same.
+        """
+        seed = seed_of(self.study.specification.seed, *self.fold.sources, len(self.families)) % 2**32
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=SAMPLER_STARTUP, multivariate=True, group=True, constant_liar=True
+            sampler: optuna.samplers.BaseSampler = (
+                optuna.samplers.RandomSampler(seed=seed)
+                if self.sampler == "random"
+                else optuna.samplers.TPESampler(
+                    seed=seed, n_startup_trials=SAMPLER_STARTUP, multivariate=True, group=True, constant_liar=True
+                )
             )
-            return optuna.samplers.PartialFixedSampler(fixed, sampler) if fixed else sampler
+            if fixed:
+                return optuna.samplers.PartialFixedSampler(fixed, sampler)
+            remaining = self.remaining
+            return sampler if len(remaining) == len(self._order) else _AmongRemaining(sampler, remaining, seed=seed)
 
     # -- report
 
@@ -300,14 +428,27 @@ class FoldSearch:
     # -- tell
 
     def tell(self, number: int, outcome: Outcome) -> TrialRecord:
-        """Record how a trial ended, then tell Optuna."""
+        """Record how a trial ended, then tell Optuna; one that ran out of memory is to be tried once more.
+
+        Raises:
+            ValueError: if it has not ended, because nothing more could be written.
+        """
         running = self.running[number]
         folder = running.record.folder
+        if outcome.state == "unfinished":
+            raise ValueError(outcome.reason)
+        if outcome.kind == OUT_OF_MEMORY and not running.record.whole_device:
+            write_json(folder / "retry.json", {"reason": outcome.reason, "whole_device": True})
+            running.record = replace(running.record, whole_device=True)
+            self.unfinished.append(running)
+            return running.record
         weights = None if outcome.weights is None else f"{self.session}/{outcome.weights}"
-        result = {"state": outcome.state, "reason": outcome.reason, "weights": weights}
-        write_json(folder / "result.json", result)
+        result = {"state": outcome.state, "reason": outcome.reason, "kind": outcome.kind, "weights": weights}
+        write_json(folder / "result.json", result | _resumptions(folder))
         self._tell(running, outcome.state)
-        for file in folder.glob("*/checkpoint.pt"):
+        if outcome.state == "failed":
+            self.failures.append(running.record.family)
+        for file in (f for name in CHECKPOINTS for f in folder.glob(f"*/{name}")):
             file.unlink()
         return self.study.trial(self.fold.number, number)
 
@@ -326,8 +467,24 @@ class FoldSearch:
         del self.running[running.record.number]
 
 
+def _resumptions(folder: Path) -> dict[str, Any]:
+    """Return from which steps a trial went on, where it did, and a note if checkpoints were damaged."""
+    lines = [line for file in sorted(folder.glob(f"*/{RESUMED}")) for line in read_lines(file)]
+    if not lines:
+        return {}
+    found: dict[str, Any] = {"resumed_from": [line["step"] for line in lines]}
+    damaged = [line["step"] for line in lines if line["damaged"]]
+    if damaged:
+        found["note"] = "a damaged checkpoint was passed over: it went on from step " + ", ".join(map(str, damaged))
+    return found
+
+
 class Engine:
-    """The search over all folds of a study, which share the workers: the fold with the fewest trials is next."""
+    """The search over all folds of a study, which share the workers: the fold with the fewest trials is next.
+
+    A fold that holds nothing out goes beyond its defaults when the others have begun all their trials, and takes
+    the best recipe of each.
+    """
 
     def __init__(
         self,
@@ -335,49 +492,96 @@ class Engine:
         space: SearchSpace,
         *,
         trials: int,
+        floor: int = FLOOR,
+        sampler: str = "tpe",
         on_event: Callable[[str, TrialRecord], None] = lambda kind, record: None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         if trials < 1:
             raise ValueError(f"a search needs at least 1 trial a fold, not {trials}")
+        if floor < 0:
+            raise ValueError(f"the floor is a number of trials a family, not {floor}")
+        known_or_raise("sampler", sampler, SAMPLERS)
         self.study = study
         self.trials = trials
         self.on_event = on_event
-        self.session = self._begin_session()
-        self.folds = [FoldSearch(study, fold, space, session=self.session) for fold in study.folds]
+        self.fault: Exception | None = None
+        self.session = study.begin_session()
+        self.folds = [
+            FoldSearch(study, fold, space, session=self.session, floor=floor, sampler=sampler) for fold in study.folds
+        ]
 
-    def _begin_session(self) -> str:
-        folder = self.study.path / "sessions"
-        folder.mkdir(exist_ok=True)
-        number = 1 + max((int(p.name) for p in folder.iterdir()), default=0)
-        (folder / f"{number:04d}").mkdir()
-        return f"{number:04d}"
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Do what writes to the record. After a fault in it nothing is written any more: the session is over."""
+        if self.fault is not None:
+            raise self.fault
+        try:
+            self.study.check_driver()
+            yield
+        except Exception as error:
+            self.fault = error
+            raise
+
+    def _open(self, fold: FoldSearch) -> bool:
+        """Whether a fold still has a trial to begin."""
+        return len(fold.families) < self.trials and bool(fold.remaining or not fold.past_defaults)
+
+    def _is_waiting(self, fold: FoldSearch) -> bool:
+        """Whether a fold with every domain as a source is to see first what the others found."""
+        return not fold.fold.held_out and fold.past_defaults
 
     def ask(self) -> Assignment | None:
-        """Return the next trial to run, an interrupted one first; None when there is none left to begin."""
-        waiting = [fold for fold in self.folds if fold.unfinished]
-        open_ = [fold for fold in self.folds if len(fold.families) < self.trials]
-        if not waiting and not open_:
-            return None
-        fold = waiting[0] if waiting else min(open_, key=lambda f: len(f.families))
-        assignment = fold.ask()
-        self.on_event("begin", fold.running[assignment.number].record)
+        """Return the next trial to run, an interrupted one first; None when there is none left to begin.
+
+        None may be followed by another trial as long as trials run: one of them may have to be tried again.
+        """
+        with self._writing():
+            waiting = [fold for fold in self.folds if fold.unfinished]
+            open_ = [fold for fold in self.folds if self._open(fold)]
+            if not waiting and not open_:
+                return None
+            fold = waiting[0] if waiting else min(open_, key=lambda f: (self._is_waiting(f), len(f.families)))
+            if not waiting and self._is_waiting(fold):
+                self._collect(fold)
+            assignment = fold.ask()
+            self.on_event("begin", fold.running[assignment.number].record)
         return assignment
+
+    def _collect(self, fold: FoldSearch) -> None:
+        """Queue the best complete trial of each other fold, once: into a fold that holds nothing out."""
+        for other in self.folds:
+            origin = f"fold {other.fold.number}"
+            if not other.fold.held_out or origin in fold.queue["origins"]:
+                continue
+            complete = [t for t in self.study.trials(other.fold.number) if t.state == "complete"]
+            if complete:
+                best = max(complete, key=lambda t: (t.best.mean if t.best else 0.0, -t.number))
+                parameters = fold.space.parameters_of(best.family, best.recipe)
+                fold.enqueue(origin, [] if parameters is None else [parameters])
 
     def report(self, fold: int, number: int, evaluation: Evaluation) -> bool:
         """Record an evaluation; return whether the trial is to stop."""
-        return self.folds[fold].report(number, evaluation)
+        with self._writing():
+            return self.folds[fold].report(number, evaluation)
 
     def stopped(self, fold: int, number: int) -> bool:
         """Whether a verdict has stopped a trial."""
         return self.folds[fold].stopped(number)
 
     def tell(self, fold: int, number: int, outcome: Outcome) -> None:
-        """Record how a trial ended."""
-        self.on_event("end", self.folds[fold].tell(number, outcome))
+        """Record how a trial ended. Events: ``end``, or ``retry``; and ``given up`` where its family is."""
+        with self._writing():
+            before = self.folds[fold].remaining
+            record = self.folds[fold].tell(number, outcome)
+            self.on_event("end" if record.result else "retry", record)
+            if record.family in before and record.family not in self.folds[fold].remaining:
+                self.on_event("given up", record)
 
     @property
     def left(self) -> int:
         """How many trials are still to end."""
-        ended = sum(len(fold.families) - len(fold.running) for fold in self.folds)
-        return sum(max(self.trials, len(fold.families)) for fold in self.folds) - ended
+        return sum(
+            len(fold.running) + (max(self.trials - len(fold.families), 0) if self._open(fold) else 0)
+            for fold in self.folds
+        )

@@ -3,6 +3,7 @@
 Each session is a new Tune run; nothing of Tune's own state is ever restored (the study is the record).
 """
 
+import functools
 import json
 import logging
 import os
@@ -47,11 +48,12 @@ class EngineSearcher(_Adapter, Searcher):
         self.engine = engine
         self.assigned: dict[str, Assignment] = {}
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str:
-        """Return the next assignment as a Tune config."""
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """Return the next assignment as a Tune config; None if there is none for now."""
         assignment = self.engine.ask()
         if assignment is None:
-            return Searcher.FINISHED
+            # A trial that runs may have to be tried again.
+            return None if any(fold.running for fold in self.engine.folds) else Searcher.FINISHED
         self.assigned[trial_id] = assignment
         return {"assignment": asdict(assignment)}
 
@@ -65,7 +67,7 @@ class EngineSearcher(_Adapter, Searcher):
         elif not error and self.engine.stopped(assignment.fold, assignment.number):
             outcome = Outcome("pruned")
         else:
-            outcome = Outcome("failed", f"its worker died {ACTOR_RESTARTS + 1} times")
+            outcome = Outcome("failed", f"its worker died {ACTOR_RESTARTS + 1} times", kind="worker lost")
         self.engine.tell(assignment.fold, assignment.number, outcome)
 
     def save(self, checkpoint_path: str) -> None:
@@ -103,6 +105,13 @@ def _trainable(trial: Trial) -> Callable[[dict[str, Any]], None]:
         tune.report({"outcome": json.dumps(asdict(outcome)), METRIC: 0.0})
 
     return train
+
+
+def _resources(config: dict[str, Any], *, cpus_per_trial: float, gpus_per_trial: float) -> tune.PlacementGroupFactory:
+    """Return what a trial reserves: one that ran out of memory on a share of a GPU gets a GPU to itself."""
+    whole = config["assignment"]["whole_device"]
+    gpus = max(1.0, gpus_per_trial) if whole and gpus_per_trial else gpus_per_trial
+    return tune.PlacementGroupFactory([{"CPU": cpus_per_trial, "GPU": gpus}])
 
 
 def _check_address(address: str) -> None:
@@ -160,7 +169,10 @@ def run_ray(
         # Tune's own files are of no use after the run: the study is the record.
         with tempfile.TemporaryDirectory(prefix="dgsearch-") as scratch:
             tuner = tune.Tuner(
-                tune.with_resources(_trainable(trial), {"cpu": cpus_per_trial, "gpu": gpus_per_trial}),
+                tune.with_resources(
+                    _trainable(trial),
+                    functools.partial(_resources, cpus_per_trial=cpus_per_trial, gpus_per_trial=gpus_per_trial),
+                ),
                 tune_config=tune.TuneConfig(
                     metric=METRIC,
                     mode="max",
@@ -182,7 +194,12 @@ def run_ray(
                 ),
             )
             with ended_by_signals():  # again: ray.init has put its own handlers in place
-                tuner.fit()
+                try:
+                    tuner.fit()
+                except Exception:  # Tune wraps what its adapters raise
+                    if engine.fault is not None:
+                        raise engine.fault from None
+                    raise
             if engine.left:
                 # Tune keeps SIGUSR1 for itself, and returns at it as if all were done.
                 raise KeyboardInterrupt

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import save
 
 from dgsearch.domains.batches import Sources
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.recipe import decode
 from dgsearch.search.engine import Assignment, Outcome, Report
-from dgsearch.train import run_trial
+from dgsearch.train import run_trial, write_whole
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Training:
         """Train the assignment's recipe on its sources."""
         indexes = tuple(DomainIndex.load(Path(path)) for path in assignment.sources)
         folder = Path(assignment.folder)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # of an earlier trial in this process
         result = run_trial(
             decode(assignment.recipe),
             Sources(indexes, self.resolution, self.cache_dir, self.cache),
@@ -42,5 +45,5 @@ class Training:
             report=report,
             checkpoint_dir=folder,
         )
-        save_file(result.weights, folder / "weights.safetensors")
+        write_whole(folder / "weights.safetensors", save(result.weights))
         return Outcome("complete", weights="weights.safetensors")

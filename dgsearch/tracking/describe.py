@@ -116,6 +116,8 @@ def trial_description(record: TrialRecord, specification: Specification, *, stud
     }
     if reason := stop_reason(record):
         tags["dgsearch.stop_reason"] = reason
+    if kind := record.result.get("kind"):
+        tags["dgsearch.failure"] = kind
     params = {name: str(value) for name, value in parameters(recipe).items()}
     return Description(f"t{record.number:04d} {record.family}", tags, params)
 

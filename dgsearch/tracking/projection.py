@@ -290,6 +290,7 @@ class Projection:
             begun = milliseconds(record.folder / "trial.json")
             as_begun = tags | {"dgsearch.state": "running"}
             as_begun.pop("dgsearch.stop_reason", None)
+            as_begun.pop("dgsearch.failure", None)
             sent = self._create((record.fold, record.number), name=described.name, tags=as_begun, start=begun)
         is_over = record.state in STATUS
         steps = figures.curves.keys() - sent.steps
