@@ -199,18 +199,20 @@ def search(
     cache_dir: Path | None = None,
     cache: str = "disk",
     on_event: Event = lambda kind, record: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run a study's search until each fold has its trials; go on where an earlier session left off.
 
     ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it. What
-    ``open_study`` has not decoded on a node, its first trial there does.
+    ``open_study`` has not decoded on a node, its first trial there does. ``say`` is told of a cluster's nodes
+    that get no trials, and why.
     """
     known_or_raise("cache", cache, CACHES)
     specification = study.specification
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
     with ended_by_signals(), study.driven():
         study.plan(trials)
-        _search(study, read, trials, executor, cache_dir, cache, on_event)
+        _search(study, read, trials, executor, cache_dir, cache, on_event, say)
 
 
 def _search(
@@ -221,6 +223,7 @@ def _search(
     cache_dir: Path | None,
     cache: str,
     on_event: Event,
+    say: Callable[[str], None],
 ) -> None:
     specification = study.specification
     engine = Engine(study, space, trials=trials, on_event=on_event)
@@ -233,7 +236,7 @@ def _search(
         device="cuda" if on_gpu else "cpu",
         threads=specification.threads,
         precision=specification.precision,
-        cache_dir=cache_dir or default_cache_dir(),
+        cache_dir=cache_dir,
         cache=cache,
     )
     if engine.left == 0:
@@ -250,6 +253,8 @@ def _search(
         max_concurrent=executor.max_concurrent,
         cpus_per_trial=executor.cpus_per_trial,
         gpus_per_trial=executor.gpus_per_trial,
+        look=trial.look,
+        say=say,
     )
 
 

@@ -1,12 +1,17 @@
 """A search's real trial, as a worker runs it: an assignment trained, its best weights left in its folder."""
 
+import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from dgsearch.domains.batches import Sources
+from dgsearch.domains.cache import default_cache_dir
 from dgsearch.domains.layout import DomainIndex
+from dgsearch.networks import weights_file
 from dgsearch.recipe import decode
 from dgsearch.search.engine import Assignment, Outcome, Report
 from dgsearch.train import run_trial
@@ -14,7 +19,10 @@ from dgsearch.train import run_trial
 
 @dataclass(frozen=True)
 class Training:
-    """What all trials of a search share. Called with an assignment, it trains it."""
+    """What all trials of a search share. Called with an assignment, it trains it.
+
+    ``cache_dir`` None is the default of the machine that trains.
+    """
 
     network: str
     steps: int
@@ -23,16 +31,19 @@ class Training:
     device: str
     threads: int
     precision: str
-    cache_dir: Path
+    cache_dir: Path | None
     cache: str = "disk"
 
     def __call__(self, assignment: Assignment, report: Report) -> Outcome:
         """Train the assignment's recipe on its sources."""
+        if self.device == "cuda":  # a reused worker gives back what its last trial left on the GPU
+            gc.collect()
+            torch.cuda.empty_cache()
         indexes = tuple(DomainIndex.load(Path(path)) for path in assignment.sources)
         folder = Path(assignment.folder)
         result = run_trial(
             decode(assignment.recipe),
-            Sources(indexes, self.resolution, self.cache_dir, self.cache),
+            Sources(indexes, self.resolution, self.cache_dir or default_cache_dir(), self.cache),
             network=self.network,
             steps=self.steps,
             seed=self.seed,
@@ -44,3 +55,15 @@ class Training:
         )
         save_file(result.weights, folder / "weights.safetensors")
         return Outcome("complete", weights="weights.safetensors")
+
+    def look(self, sources: Sequence[str]) -> None:
+        """Read a little of what trials of these source indexes need: a first image each, and the network's weights.
+
+        Raises:
+            OSError, ValueError: if this machine can't, naming the file.
+        """
+        weights_file(self.network)
+        for path in sources:
+            index = DomainIndex.load(Path(path))
+            with (Path(index.root) / index.paths[0]).open("rb") as file:
+                file.read(1)
