@@ -78,7 +78,7 @@ class EngineSearcher(_Adapter, Searcher):
         elif not error and self.engine.stopped(assignment.fold, assignment.number):
             outcome = Outcome("pruned")
         else:
-            outcome = Outcome("failed", f"its worker, or its node, failed {ACTOR_RESTARTS + 1} times")
+            outcome = Outcome("failed", f"its worker died {ACTOR_RESTARTS + 1} times")
         self.engine.tell(assignment.fold, assignment.number, outcome)
 
     def save(self, checkpoint_path: str) -> None:

@@ -1,11 +1,9 @@
 """A search's real trial, as a worker runs it: an assignment trained, its best weights left in its folder."""
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from dgsearch.domains.batches import Sources
@@ -36,9 +34,6 @@ class Training:
 
     def __call__(self, assignment: Assignment, report: Report) -> Outcome:
         """Train the assignment's recipe on its sources."""
-        if self.device == "cuda":  # a reused worker gives back what its last trial left on the GPU
-            gc.collect()
-            torch.cuda.empty_cache()
         indexes = tuple(DomainIndex.load(Path(path)) for path in assignment.sources)
         folder = Path(assignment.folder)
         result = run_trial(

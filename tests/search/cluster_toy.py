@@ -62,9 +62,9 @@ def runs(trial: Path) -> list[dict]:
     return list(read_lines(trial / "runs.jsonl"))
 
 
-def reached(trial: Path) -> list[int]:
-    """Return the steps whose checkpoints a trial wrote, in order."""
-    return [line["step"] for line in read_lines(trial / "reached.jsonl")]
+def reached(trial: Path, session: str = "") -> list[int]:
+    """Return the steps whose checkpoints a trial wrote, in a session or in all, in order."""
+    return [line["step"] for line in read_lines(trial / "reached.jsonl") if session in ("", line["session"])]
 
 
 def trial_dirs(study: Path) -> list[Path]:

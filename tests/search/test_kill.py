@@ -25,9 +25,17 @@ def ended(study: Path) -> dict[Path, bytes]:
     return {t: (t / "result.json").read_bytes() for t in trial_dirs(study) if (t / "result.json").exists()}
 
 
-def under_way(study: Path) -> list[Path]:
-    """Trials that have a checkpoint, and far to go."""
-    return [t for t in trial_dirs(study) if not (t / "result.json").exists() and 0 < len(reached(t)) < 15]
+def sessions(study: Path) -> list[str]:
+    return sorted(folder.name for folder in study.glob("sessions/*"))
+
+
+def under_way(study: Path, *, since: int = 0) -> list[Path]:
+    """Trials that the latest session, if it is more than ``since``, has begun or taken up, with far to go."""
+    names = sessions(study)
+    if len(names) <= since:
+        return []
+    steps = {t: reached(t, names[-1]) for t in trial_dirs(study) if not (t / "result.json").exists()}
+    return [t for t, done in steps.items() if done and done[-1] < 75]
 
 
 def killed(study: Path, cluster, kills: list[tuple[str, float]], *, trials: int, seconds: float) -> None:
@@ -36,23 +44,28 @@ def killed(study: Path, cluster, kills: list[tuple[str, float]], *, trials: int,
     untouched: dict[Path, bytes] = {}
     interrupted: set[Path] = set()
     driver = start_driver(study, cluster, **options)
-    for victim, after in kills:
-        begun = len(trial_dirs(study))
-        wait_for(lambda: under_way(study), driver)
-        time.sleep(after)
-        chosen = wait_for(lambda: under_way(study), driver)
-        if victim == "worker":
-            os.kill(runs(chosen[0])[-1]["pid"], signal.SIGKILL)
-            interrupted.add(chosen[0])
-            wait_for(lambda n=len(runs(chosen[0])), t=chosen[0]: len(runs(t)) > n, driver)
-            continue
+    before = 0
+    try:
+        for victim, after in kills:
+            wait_for(lambda n=before: under_way(study, since=n), driver)
+            time.sleep(after)
+            chosen = wait_for(lambda n=before: under_way(study, since=n), driver)[0]
+            if victim == "worker":
+                begun = len(runs(chosen))
+                os.kill(runs(chosen)[-1]["pid"], signal.SIGKILL)
+                interrupted.add(chosen)
+                wait_for(lambda t=chosen, n=begun: len(runs(t)) > n, driver)
+                continue
+            driver.kill()
+            driver.communicate()
+            interrupted |= set(trial_dirs(study)) - set(ended(study))
+            untouched |= ended(study)
+            before = len(sessions(study))
+            driver = start_driver(study, cluster, **options)
+        out, _ = driver.communicate(timeout=300)
+    finally:
         driver.kill()
         driver.communicate()
-        interrupted |= set(trial_dirs(study)) - set(ended(study))
-        untouched |= ended(study)
-        assert begun <= len(trial_dirs(study)) <= 2 * trials
-        driver = start_driver(study, cluster, **options)
-    out, _ = driver.communicate(timeout=300)
     assert driver.returncode == 0, out
     assert_whole(make_study(study, make_space()), trials=trials)
     results = ended(study)
