@@ -43,6 +43,7 @@ while True: s.accept()' "$HEAD_PORT" ;;
         echo "dgsearch $*" >> "$CALLS"
         trap 'echo driver: USR1 >> "$CALLS"; exit 130' USR1
         trap 'echo driver: TERM >> "$CALLS"; exit 130' TERM
+        until [ "$(grep -c '^ray ' "$CALLS")" = 2 ]; do sleep 0.1; done
         echo started >> "$CALLS"
         for _ in $(seq "$SECONDS_OF_SEARCH"); do sleep 1 & wait $!; done
     """,
