@@ -152,6 +152,11 @@ def _forwarded() -> dict[str, Any] | None:
     return {"env_vars": found} if found else None
 
 
+def _of_a_job(folder: Path) -> bool:
+    """Whether a folder is in the copy that Ray makes of a job's working directory, and removes with the job."""
+    return "working_dir_files" in folder.resolve().parts
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -178,6 +183,11 @@ def run_ray(
     """
     if gpus_per_trial > 1 and gpus_per_trial % 1:
         raise ValueError(f"a trial may have a share of one GPU or whole GPUs, not {gpus_per_trial:g}")
+    if _of_a_job(engine.study.path):
+        raise ValueError(
+            f"the study {engine.study.path} lies in Ray's copy of the job's working directory, which is removed with "
+            "the job: give an absolute path on shared storage"
+        )
     ours = not ray.is_initialized()
     if ours:
         _check_address(address)
@@ -191,8 +201,9 @@ def run_ray(
             )
         except ConnectionError as error:
             raise ValueError(
-                f"no Ray cluster at --address {address}: start one with `ray start --head`, or use "
-                f"--address local ({str(error).splitlines()[0]})"
+                f"no Ray cluster at --address {address} lets this driver in ({str(error).splitlines()[0]}): start one "
+                "with `ray start --head`, or use --address local; if it asks for a token, set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH"
             ) from None
         except (RuntimeError, ray.exceptions.RayError) as error:  # another version of Ray or Python, or no token
             if address == "local":
@@ -202,7 +213,8 @@ def run_ray(
         sources = sorted({str(engine.study.index_path(n).resolve()) for f in engine.study.folds for n in f.sources})
         needs = Needs.of(engine.study.path, engine.session, sources, look)
         nodes = Nodes(needs, cpus=cpus_per_trial, gpus=gpus_per_trial, say=say)
-        nodes.check()
+        with ended_by_signals():  # again: ray.init has put its own handlers in place
+            nodes.check()
         # Tune's own files are of no use after the run: the study is the record.
         with tempfile.TemporaryDirectory(prefix="dgsearch-") as scratch:
             tuner = tune.Tuner(
@@ -227,7 +239,7 @@ def run_ray(
                     callbacks=[],
                 ),
             )
-            with ended_by_signals():  # again: ray.init has put its own handlers in place
+            with ended_by_signals():
                 tuner.fit()
             if engine.left:
                 # Tune keeps SIGUSR1 for itself, and returns at it as if all were done.
