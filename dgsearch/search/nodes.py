@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 Look = Callable[[Sequence[str]], None]
 """Reads a little of what the trials of these source indexes need; raises an OSError or a ValueError if it can't."""
 
-PATIENCE = 120.0  # seconds a node has to answer: it imports torch from storage that may be slow
+PATIENCE = 300.0  # seconds a node has to answer: it imports torch from storage that may be slow
 AGAIN = 60.0  # seconds until a node that saw too little is asked again
 SIGHT = 10.0  # seconds a worker waits for its trial's folder: network storage shows a new one late
 GONE = (

@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from cluster_toy import Sleeper, look
+from cluster_toy import Sleeper
+from sight import look
 from test_engine import make_space, make_study
 
 from dgsearch.search.engine import Engine
@@ -18,6 +19,7 @@ def main() -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--gpus", type=float, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--gate", type=Path)
     given = parser.parse_args()
     space = make_space()
     study = make_study(given.study, space)
@@ -28,7 +30,7 @@ def main() -> int:
         try:
             run_ray(
                 engine,
-                Sleeper(given.seconds),
+                Sleeper(given.seconds, given.gate),
                 address=given.address,
                 cpus_per_trial=0.5,
                 gpus_per_trial=given.gpus,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster_toy import reached, runs, trial_dirs
-from test_cluster import assert_resumed, make_cluster, start_driver, wait_for
+from test_cluster import assert_resumed, make_cluster, said, start_driver, wait_for
 from test_engine import assert_whole, make_space, make_study
 
 
@@ -57,16 +57,15 @@ def killed(study: Path, cluster, kills: list[tuple[str, float]], *, trials: int,
                 wait_for(lambda t=chosen, n=begun: len(runs(t)) > n, driver)
                 continue
             driver.kill()
-            driver.communicate()
+            driver.wait()
             interrupted |= set(trial_dirs(study)) - set(ended(study))
             untouched |= ended(study)
             before = len(sessions(study))
             driver = start_driver(study, cluster, **options)
-        out, _ = driver.communicate(timeout=300)
+        assert driver.wait(timeout=300) == 0, said(study).read_text()
     finally:
         driver.kill()
-        driver.communicate()
-    assert driver.returncode == 0, out
+        driver.wait()
     assert_whole(make_study(study, make_space()), trials=trials)
     results = ended(study)
     assert len(results) == 2 * trials and results | untouched == results
