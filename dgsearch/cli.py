@@ -64,6 +64,10 @@ def _left_out(name: str, count: int) -> None:
     screen.print(f"{name}: {count} images that can't be read are left out", markup=False, soft_wrap=True)
 
 
+def _say(text: str) -> None:
+    screen.print(text, markup=False, soft_wrap=True)
+
+
 @data_app.command("check")
 def data_check(
     data: Annotated[Path, typer.Argument(metavar="DIR|MANIFEST", help="The data set.")],
@@ -205,7 +209,7 @@ def search(
                 executor=where,
                 cache=cache,
                 on_event=event,
-                note=lambda text: screen.print(text, markup=False, soft_wrap=True),
+                note=_say,
             )
     except KeyboardInterrupt:
         screen.print("interrupted: nothing that ended is lost. The same command goes on.")

@@ -219,7 +219,8 @@ def search(
     both may be others in a later session, and hold for the trials begun in it. ``warm_start`` is an older study
     whose best recipes each fold that may know them tries after its defaults. ``cache``: where trials have decoded
     images, disk, memory or none; results do not depend on it. What ``open_study`` has not decoded on a node, its
-    first trial there does. ``note(text)`` is called with what a person should know.
+    first trial there does. ``note(text)`` is called with what a person should know, such as which of a cluster's
+    nodes get no trials, and why.
 
     Raises:
         ValueError: for a bad argument, a study that another process searches, or a trial that could not write.
@@ -237,10 +238,12 @@ def search(
         study.plan(trials, floor=floor, sampler=sampler)
         if (begun := warm(engine, warm_start)) is not None:
             note(begun)
-        _run(engine, executor, cache_dir, cache)
+        _run(engine, executor, cache_dir, cache, note)
 
 
-def _run(engine: Engine, executor: Executor, cache_dir: Path | None, cache: str) -> None:
+def _run(
+    engine: Engine, executor: Executor, cache_dir: Path | None, cache: str, note: Callable[[str], None]
+) -> None:
     specification = engine.study.specification
     on_gpu = executor.gpus_per_trial > 0 if executor.kind == "ray" else torch.cuda.is_available()
     trial = Training(
@@ -251,7 +254,7 @@ def _run(engine: Engine, executor: Executor, cache_dir: Path | None, cache: str)
         device="cuda" if on_gpu else "cpu",
         threads=specification.threads,
         precision=specification.precision,
-        cache_dir=cache_dir or default_cache_dir(),
+        cache_dir=cache_dir,
         cache=cache,
     )
     if engine.left == 0:
@@ -268,6 +271,8 @@ def _run(engine: Engine, executor: Executor, cache_dir: Path | None, cache: str)
         max_concurrent=executor.max_concurrent,
         cpus_per_trial=executor.cpus_per_trial,
         gpus_per_trial=executor.gpus_per_trial,
+        look=trial.look,
+        say=note,
     )
 
 

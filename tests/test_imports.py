@@ -14,7 +14,7 @@ ROOMS = [
 SLOTS = {"objectives", "optimizers", "gradient", "epoch_end", "average"}
 ONLY_IN = {
     "optuna": ["search/engine.py"],
-    "ray": ["search/ray_tune.py"],
+    "ray": ["search/ray_tune.py", "search/nodes.py"],
     "mlflow": ["tracking/"],
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

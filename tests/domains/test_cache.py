@@ -229,6 +229,39 @@ def test_a_killed_build_leaves_nothing_half_true_and_the_next_start_works(tmp_pa
     assert not list(place.glob("*.partial"))
 
 
+COUNTED = """
+import sys, time
+from pathlib import Path
+from dgsearch.domains import cache
+from dgsearch.domains.layout import read_domain
+real = cache.decode
+def counted(path, *, resolution):
+    time.sleep(0.02)
+    print(path, flush=True)
+    return real(path, resolution=resolution)
+cache.decode = counted
+index = read_domain(sys.argv[1], "art")
+print("ready", flush=True)
+sys.stdin.readline()
+assert cache.open_images(index, resolution=16, cache_dir=Path(sys.argv[2])).shape == (42, 16, 16, 3)
+"""
+
+
+def test_two_processes_that_start_at_once_on_a_fresh_node_decode_once(tmp_path):
+    root = write_images(tmp_path / "data", domains=("art",))
+    command = [sys.executable, "-c", COUNTED, root, tmp_path / "c"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    decoded = [process.communicate()[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sorted(map(len, decoded)) == [0, 42]
+
+
 def test_half_a_note_is_no_note(tmp_path):
     root = write_images(tmp_path / "data", domains=("art",), count=4)
     (root / "art" / "cat" / "broken.png").write_text("x")
