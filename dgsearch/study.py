@@ -5,7 +5,9 @@
     folds/0/journal.log           Optuna's journal
     folds/0/verdicts.jsonl        early stopping: value, rung and verdict, in the order they were given
     folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, and a folder a session with weights
-    plan.json                     how many trials a fold were asked for
+                                  and worker.log, what it printed and raised
+    plan.json                     the latest search's budget, what it keeps, and the families it begins with
+    sessions/0001/session.json    how long a session has searched, and its device-seconds
     selection.json, evaluation.json, openings.jsonl
     tracking.json, mlflow.db, mlartifacts/
 
@@ -153,9 +155,9 @@ class TrialRecord:
 
     @property
     def weights(self) -> Path | None:
-        """Where the best weights are kept, if they are."""
+        """Where the best weights are, if they are kept."""
         name = self.result.get("weights")
-        return self.folder / name if name else None
+        return self.folder / name if name and (self.folder / name).is_file() else None
 
 
 class Study:
@@ -244,14 +246,14 @@ class Study:
             lock.release()
 
     @property
-    def planned(self) -> int | None:
-        """How many trials a fold the latest search was asked for, if there was one."""
+    def planned(self) -> dict[str, Any]:
+        """What the latest search was asked for: its budget and what it keeps; empty before the first."""
         file = self.path / "plan.json"
-        return int(read_json(file)["trials"]) if file.exists() else None
+        return read_json(file) if file.exists() else {}
 
-    def plan(self, trials: int) -> None:
-        """Record how many trials a fold are asked for."""
-        write_json(self.path / "plan.json", {"trials": trials})
+    def plan(self, plan: dict[str, Any]) -> None:
+        """Record what a search is asked for."""
+        write_json(self.path / "plan.json", plan)
 
     def index_path(self, domain: str) -> Path:
         """Return where a source domain's index is kept."""

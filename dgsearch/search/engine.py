@@ -10,7 +10,9 @@ import json
 import math
 import shutil
 import signal
+import sys
 import threading
+import time
 import traceback
 import warnings
 from collections import deque
@@ -24,9 +26,12 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
+from dgsearch.component import known_or_raise
 from dgsearch.domains.layout import DomainIndex, class_names
 from dgsearch.randomness import seed_of
-from dgsearch.recipe import encode
+from dgsearch.recipe import Recipe, encode
+from dgsearch.search.budget import Budget, Meter
+from dgsearch.search.retention import KEEP, Complete, kept, selected, tidy
 from dgsearch.search_space import SearchSpace
 from dgsearch.study import Fold, Study, TrialRecord, append_line, drop_torn_line, read_lines, write_json
 from dgsearch.train import Evaluation, StopTrial, evaluation_steps
@@ -100,6 +105,19 @@ def stops(value: float, recorded: list[float]) -> bool:
     return value < sorted(recorded, reverse=True)[keep - 1]
 
 
+def baseline(space: SearchSpace) -> str:
+    """Return the family of plain ERM, whose default is never stopped; ``erm`` where the space has none."""
+    return next((family.name for family in space.families if family.is_plain), "erm")
+
+
+def default_recipes(space: SearchSpace) -> dict[str, Recipe]:
+    """Return each family's default recipe, plain ERM's first."""
+    found = {baseline(space): space.default_recipe()}
+    for name in space.family_names:
+        found.setdefault(name, space.suggest(optuna.trial.FixedTrial(space.default_parameters(name)))[1])
+    return {name: recipe.resolve(space.network) for name, recipe in found.items()}
+
+
 def rungs(steps: int) -> list[int]:
     """Return the steps at which a trial may be stopped: its evaluations at 10 % and 30 %."""
     at = evaluation_steps(steps)
@@ -120,8 +138,11 @@ class _Running:
 class FoldSearch:
     """One fold: its Optuna study, its rungs and its count of trials. Nothing crosses between folds."""
 
-    def __init__(self, study: Study, fold: Fold, space: SearchSpace, *, session: str) -> None:
+    def __init__(self, study: Study, fold: Fold, space: SearchSpace, *, session: str, keep: str = "best") -> None:
         self.study = study
+        self.keep = keep
+        self.complete: dict[int, Complete] = {}
+        self.weighty: set[int] = set()  # complete trials whose weights are there
         self.fold = fold
         self.space = space
         self.session = session
@@ -149,6 +170,7 @@ class FoldSearch:
         self.families: list[str] = []  # of the trials begun, in order
         self.unfinished: deque[_Running] = deque()
         self._adopt()
+        self._retain([t for t in study.trials(fold.number) if t.result])
 
     # -- what an earlier session left
 
@@ -241,8 +263,7 @@ class FoldSearch:
     @property
     def _baseline(self) -> str:
         """The family of plain ERM, whose default is never stopped; ``erm`` where the space has none."""
-        first = self._order[0]
-        return first if self.space.family(first).is_plain else "erm"
+        return baseline(self.space)
 
     @property
     def _defaults(self) -> int:
@@ -307,9 +328,19 @@ class FoldSearch:
         result = {"state": outcome.state, "reason": outcome.reason, "weights": weights}
         write_json(folder / "result.json", result)
         self._tell(running, outcome.state)
-        for file in folder.glob("*/checkpoint.pt"):
-            file.unlink()
-        return self.study.trial(self.fold.number, number)
+        record = self.study.trial(self.fold.number, number)
+        self._retain([record])
+        return record
+
+    def _retain(self, ended: list[TrialRecord]) -> None:
+        """Leave of trials that ended what is kept, and drop weights that they displace. Twice changes nothing."""
+        self.complete |= {t.number: Complete.of(t) for t in ended if t.state == "complete"}
+        everything = set(self.complete)
+        keep = everything if self.keep == "all" else kept(self.complete.values()) | selected(self.study, self.fold)
+        displaced = (self.weighty - keep) - {t.number for t in ended}
+        for record in (*ended, *(self.study.trial(self.fold.number, n) for n in displaced)):
+            tidy(record, keep_weights=record.number in keep)
+        self.weighty = everything & keep
 
     def _tell(self, running: _Running, state: str) -> None:
         trial = running.trial
@@ -334,17 +365,22 @@ class Engine:
         study: Study,
         space: SearchSpace,
         *,
-        trials: int,
+        trials: int | None = None,
+        hours: float | None = None,
+        device_hours: float | None = None,
+        devices: float = 1.0,
+        keep: str = "best",
         on_event: Callable[[str, TrialRecord], None] = lambda kind, record: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        if trials < 1:
-            raise ValueError(f"a search needs at least 1 trial a fold, not {trials}")
+        known_or_raise("choice of weights to keep", keep, KEEP)
+        self.budget = Budget(trials, hours, device_hours)
         self.study = study
-        self.trials = trials
         self.on_event = on_event
         self.session = self._begin_session()
-        self.folds = [FoldSearch(study, fold, space, session=self.session) for fold in study.folds]
+        self.meter = Meter(study, self.session, devices=devices, clock=clock)
+        self.folds = [FoldSearch(study, fold, space, session=self.session, keep=keep) for fold in study.folds]
 
     def _begin_session(self) -> str:
         folder = self.study.path / "sessions"
@@ -354,18 +390,28 @@ class Engine:
         return f"{number:04d}"
 
     def ask(self) -> Assignment | None:
-        """Return the next trial to run, an interrupted one first; None when there is none left to begin."""
-        waiting = [fold for fold in self.folds if fold.unfinished]
-        open_ = [fold for fold in self.folds if len(fold.families) < self.trials]
-        if not waiting and not open_:
+        """Return the next trial to run, an interrupted one first.
+
+        None when there is none left to begin, or hours or device-hours are used up: running trials go on to their end,
+        interrupted ones wait for a larger budget.
+        """
+        if self.ended_by is not None:
             return None
+        waiting = [fold for fold in self.folds if fold.unfinished]
+        open_ = [fold for fold in self.folds if len(fold.families) < self._trials]
         fold = waiting[0] if waiting else min(open_, key=lambda f: len(f.families))
         assignment = fold.ask()
+        self.meter.begin((assignment.fold, assignment.number))
         self.on_event("begin", fold.running[assignment.number].record)
         return assignment
 
     def report(self, fold: int, number: int, evaluation: Evaluation) -> bool:
         """Record an evaluation; return whether the trial is to stop."""
+        known = self.folds[fold].running[number].evaluations
+        if evaluation.step not in known:
+            self.meter.evaluated(
+                (fold, number), evaluation.seconds - max((e.seconds for e in known.values()), default=0)
+            )
         return self.folds[fold].report(number, evaluation)
 
     def stopped(self, fold: int, number: int) -> bool:
@@ -374,10 +420,25 @@ class Engine:
 
     def tell(self, fold: int, number: int, outcome: Outcome) -> None:
         """Record how a trial ended."""
-        self.on_event("end", self.folds[fold].tell(number, outcome))
+        record = self.folds[fold].tell(number, outcome)
+        self.meter.end((fold, number), failed=outcome.state == "failed")
+        self.on_event("end", record)
+
+    @property
+    def _trials(self) -> int:
+        return sys.maxsize if self.budget.trials is None else self.budget.trials
+
+    @property
+    def ended_by(self) -> str | None:
+        """Which budget has no room for another trial: trials, hours, device_hours; None while all have."""
+        begun = all(not fold.unfinished and len(fold.families) >= self._trials for fold in self.folds)
+        return "trials" if begun else self.budget.used_up(self.meter.spent())
 
     @property
     def left(self) -> int:
-        """How many trials are still to end."""
-        ended = sum(len(fold.families) - len(fold.running) for fold in self.folds)
-        return sum(max(self.trials, len(fold.families)) for fold in self.folds) - ended
+        """How many trials are still to end; more than can be where their number is not bounded."""
+        running = sum(len(fold.running) - len(fold.unfinished) for fold in self.folds)
+        if self.ended_by is not None:
+            return running
+        to_begin = sum(max(0, self._trials - len(fold.families)) for fold in self.folds)
+        return min(sys.maxsize, to_begin + sum(len(fold.running) for fold in self.folds))
