@@ -2,9 +2,10 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +13,7 @@ from rich.text import Text
 from dgsearch.report.foresight import Foresight, foresee
 from dgsearch.report.snapshot import Seen, Snapshot, by_family, counts
 
+WIDE = 60  # characters, from which on the last columns are shown
 SHOWN = 5  # failures; JSON has all
 ENDED_BY = {"trials": "--trials", "hours": "--hours", "device_hours": "--device-hours"}
 
@@ -47,35 +49,57 @@ def as_data(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def board(snapshot: Snapshot, *, failures: bool = True) -> RenderableType:
-    """Return the table of a search; with ``failures``, what failed and why below it."""
-    folds = Table(box=None, pad_edge=False)
-    families = Table(box=None, pad_edge=False)
-    columns = ("done", "running", "pruned", "failed", "best")
-    folds.add_column("held out", no_wrap=True, overflow="ellipsis", min_width=8)
-    families.add_column("family", no_wrap=True, overflow="ellipsis", min_width=8)
-    for table in (folds, families):
-        for name in columns:
-            table.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
-    folds.add_column("of", no_wrap=True, overflow="ellipsis")
-    families.add_column("held out: best", no_wrap=True, overflow="ellipsis")
+@dataclass(frozen=True)
+class Board:
+    """The table of a search; with ``failures``, what failed and why below it. Narrow, it leaves the last columns out."""
+
+    snapshot: Snapshot
+    failures: bool = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it in the width there is."""
+        wide = options.max_width >= WIDE
+        yield _folds(self.snapshot, wide=wide)
+        yield ""
+        yield _families(self.snapshot, wide=wide)
+        yield ""
+        yield from _footer(self.snapshot)
+        if self.failures:
+            yield from _failures(self.snapshot)
+
+
+def _table(name: str, last: str, *, wide: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
+    table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=3)
+    for count in ("done", "run", "pruned", "failed", "best"):
+        table.add_column(count, justify="right", no_wrap=True, overflow="ellipsis")
+    if wide:
+        table.add_column(last, overflow="fold")
+    return table
+
+
+def _folds(snapshot: Snapshot, *, wide: bool) -> Table:
+    table = _table("held out", "family", wide=wide)
     asked = snapshot.course.budget.trials
     for fold in snapshot.folds:
         trials = [t for t in snapshot.trials if t.fold == fold.number]
-        ended = sum(t.state != "running" for t in trials)
-        done = f"{ended}/{max(asked, len(trials))}" if asked is not None else str(ended)
+        of = "" if asked is None else f"/{max(asked, len(trials))}"
         best = _best(trials)
-        folds.add_row(escape(_held_out(fold.held_out)), done, *_cells(trials), escape(best.family) if best else "")
+        last = [escape(best.family) if best else ""] if wide else []
+        table.add_row(escape(_held_out(fold.held_out)), *_cells(trials, of), *last)
+    return table
+
+
+def _families(snapshot: Snapshot, *, wide: bool) -> Table:
+    table = _table("family", "held out: best", wide=wide)
     for name, trials in sorted(by_family(snapshot.trials).items()):
         bests = [
             f"{_held_out(fold.held_out)} {best.best:.3f}"
             for fold in snapshot.folds
             if (best := _best([t for t in trials if t.fold == fold.number]))
         ]
-        ended = sum(t.state != "running" for t in trials)
-        families.add_row(escape(name), str(ended), *_cells(trials), escape(", ".join(bests)))
-    parts: list[RenderableType] = [folds, "", families, "", *_footer(snapshot)]
-    return Group(*parts, *(_failures(snapshot) if failures else []))
+        table.add_row(escape(name), *_cells(trials, ""), *([escape(", ".join(bests))] if wide else []))
+    return table
 
 
 def _best(trials: Sequence[Seen]) -> Seen | None:
@@ -87,10 +111,11 @@ def _held_out(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def _cells(trials: Sequence[Seen]) -> list[str]:
+def _cells(trials: Sequence[Seen], of: str) -> list[str]:
     best = _best(trials)
-    states = [str(sum(t.state == state for t in trials)) for state in ("running", "pruned", "failed")]
-    return [*states, f"{best.best:.3f}" if best else ""]
+    running, pruned, failed = (sum(t.state == state for t in trials) for state in ("running", "pruned", "failed"))
+    done = f"{len(trials) - running}{of}"
+    return [done, str(running), str(pruned), str(failed), f"{best.best:.3f}" if best else ""]
 
 
 def _footer(snapshot: Snapshot) -> list[Text]:
@@ -130,7 +155,7 @@ def _failures(snapshot: Snapshot) -> list[Text]:
 def render_board(snapshot: Snapshot, *, width: int | None = None) -> str:
     """Return the table as text."""
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(board(snapshot), soft_wrap=False)
+    console.print(Board(snapshot))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

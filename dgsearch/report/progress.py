@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 
-from dgsearch.report.board import board, clock, left
+from dgsearch.report.board import Board, clock, left
 from dgsearch.report.snapshot import Reader, Snapshot
 from dgsearch.study import Study, TrialRecord
 
@@ -114,7 +114,7 @@ class LiveBoard:
     def _draw(self) -> None:
         self.drawn = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # as above
-            self.live.update(board(self.reader.read(), failures=False), refresh=True)
+            self.live.update(Board(self.reader.read(), failures=False), refresh=True)
 
 
 def watching(study: Study, *, console: Console) -> TrialLines | LiveBoard:
@@ -143,8 +143,8 @@ def follow(study: Study, *, console: Console) -> None:
     """
     if not console.is_terminal:
         for snapshot in changes(study):
-            console.print(board(snapshot))
+            console.print(Board(snapshot))
         return
     with Live(console=console, auto_refresh=False) as live:
         for snapshot in changes(study):
-            live.update(board(snapshot), refresh=True)
+            live.update(Board(snapshot), refresh=True)

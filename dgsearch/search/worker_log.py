@@ -37,21 +37,23 @@ def logged(trial: Trial, *, whole_process: bool) -> Trial:
 @contextlib.contextmanager
 def _log(path: Path, *, whole_process: bool) -> Iterator[IO[str]]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
+    with contextlib.ExitStack() as ends:
+        ends.callback(_remove_empty, path)
+        log = ends.enter_context(path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace"))
         # Of the root logger: without one, logging writes to a stream that it may have kept from before.
         handler = logging.StreamHandler(log)
         handler.setLevel(logging.WARNING)
         logging.getLogger().addHandler(handler)
-        try:
-            with (
-                _descriptors(log) if whole_process else contextlib.nullcontext(),
-                contextlib.redirect_stdout(log),
-                contextlib.redirect_stderr(log),
-            ):
-                yield log
-        finally:
-            logging.getLogger().removeHandler(handler)
-    with contextlib.suppress(OSError):  # gone with its folder, perhaps
+        ends.callback(logging.getLogger().removeHandler, handler)
+        if whole_process:
+            ends.enter_context(_descriptors(log))
+        ends.enter_context(contextlib.redirect_stdout(log))
+        ends.enter_context(contextlib.redirect_stderr(log))
+        yield log
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # gone with its folder, perhaps
         if path.stat().st_size == 0:
             path.unlink()
 
@@ -59,17 +61,23 @@ def _log(path: Path, *, whole_process: bool) -> Iterator[IO[str]]:
 @contextlib.contextmanager
 def _descriptors(log: IO[str]) -> Iterator[None]:
     """Send the process's file descriptors 1 and 2 to ``log`` until the exit."""
+    _flush()
     own = {number: os.dup(number) for number in (1, 2)}
     try:
         for number in own:
             os.dup2(log.fileno(), number)
         yield
     finally:
-        for stream in (sys.__stdout__, sys.__stderr__):
-            if stream is not None:
-                stream.flush()
-        with contextlib.suppress(OSError, TypeError):  # where a process has no C library of its own to name
-            ctypes.CDLL(None).fflush(None)
+        _flush()
         for number, copy in own.items():
             os.dup2(copy, number)
             os.close(copy)
+
+
+def _flush() -> None:
+    """Let buffered output go where the descriptors lead now."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    with contextlib.suppress(OSError, TypeError):  # where a process has no C library of its own to name
+        ctypes.CDLL(None).fflush(None)
