@@ -164,13 +164,18 @@ def search(
     Example: dgsearch search --data data/digits --space quick --study runs/digits
     """
     from dgsearch import line
+    from dgsearch.component import known_or_raise
     from dgsearch.networks import network_name
     from dgsearch.report.board import ENDED_BY, render_board
     from dgsearch.report.progress import watching
     from dgsearch.report.snapshot import Reader
+    from dgsearch.search.budget import Budget
+    from dgsearch.search.retention import KEEP
     from dgsearch.tracking.store import remember_uri
     from dgsearch.tracking.writer import Writer
 
+    Budget(trials, hours, device_hours)  # a wrong one is refused before anything is read
+    known_or_raise("choice of weights to keep", keep, KEEP)
     where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
     try:
         with _bar() as bar, tempfile.TemporaryDirectory(prefix="dgsearch-") as scratch:

@@ -51,7 +51,7 @@ def as_data(snapshot: Snapshot) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Board:
-    """The table of a search; with ``failures``, what failed and why below it. Narrow, it leaves the last columns out."""
+    """The table of a search; with ``failures``, what failed and why below it. Narrow, it leaves last columns out."""
 
     snapshot: Snapshot
     failures: bool = True
