@@ -1,8 +1,10 @@
 """The commands: options in, functions of the line called, results printed. No logic."""
 
+import contextlib
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,13 +125,26 @@ def search(
     targets: Annotated[str, typer.Option(help="Domains held out, a fold each: all, or NAME,NAME.")] = "all",
     sources: Annotated[Optional[str], typer.Option(help="Source domains NAME,NAME; else all others.")] = None,  # noqa: UP045
     deploy: Annotated[bool, typer.Option("--deploy", help="Add the fold that holds nothing out.")] = False,
-    trials: Annotated[int, typer.Option(min=1, help="Trials a fold.")] = 8,
+    trials: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Trials a fold; 8, or no end where hours or device-hours are given."),
+    ] = None,
+    hours: Annotated[Optional[float], typer.Option(help="Hours of searching, over all sessions.")] = None,  # noqa: UP045
+    device_hours: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Hours of training times the devices reserved, over all trials."),
+    ] = None,
     floor: Annotated[int, typer.Option(min=0, help="Trials a family before the sampler chooses freely.")] = 3,
     sampler: Annotated[str, typer.Option(help="tpe, or random: the baseline.")] = "tpe",
     warm_start: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="STUDY", help="An older study, whose best recipes are tried after the defaults."),
     ] = None,
+    keep: Annotated[str, typer.Option(help="Weights kept: of the best trials a fold and family, or all.")] = "best",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Measure a few steps and say what the search would take; search nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the status at the end, as JSON.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps a trial.")] = 300,
     network: Annotated[str, typer.Option(help="small_cnn, mnist_cnn, resnet18 or resnet50.")] = "small_cnn",
     weights: Annotated[
@@ -155,19 +170,28 @@ def search(
 ) -> None:
     """Search a space on every fold. The same command again goes on after an interruption.
 
+    Budgets are --trials, --hours and --device-hours, over all sessions of a study: the first used up ends a search.
+
     Example: dgsearch search --data data/digits --space quick --study runs/digits
     """
     from dgsearch import line
+    from dgsearch.component import known_or_raise
     from dgsearch.networks import network_name
-    from dgsearch.report.progress import TrialLines
+    from dgsearch.report.board import ENDED_BY, render_board
+    from dgsearch.report.progress import watching
+    from dgsearch.report.snapshot import Reader
+    from dgsearch.search.budget import Budget
+    from dgsearch.search.retention import KEEP
     from dgsearch.tracking.store import remember_uri
     from dgsearch.tracking.writer import Writer
 
+    Budget(trials, hours, device_hours)  # a wrong one is refused before anything is read
+    known_or_raise("choice of weights to keep", keep, KEEP)
     where = line.Executor(executor, address, max_concurrent, cpus_per_trial, gpus_per_trial)
     try:
-        with _bar() as bar:
+        with _bar() as bar, tempfile.TemporaryDirectory(prefix="dgsearch-") as scratch:
             opened = line.open_study(
-                study,
+                Path(scratch) / "study" if plan else study,
                 data=data,
                 space=space,
                 targets=targets,
@@ -185,27 +209,48 @@ def search(
                 progress=_decoding(bar),
                 left_out=_left_out,
             )
+            if plan:
+                task = bar.add_task("measuring", total=None)
+                found = line.foresee_search(
+                    opened,
+                    space=space,
+                    trials=trials,
+                    hours=hours,
+                    device_hours=device_hours,
+                    keep=keep,
+                    executor=where,
+                    cache=cache,
+                    earlier=study,
+                    progress=lambda family: bar.update(task, description=escape(f"measuring {family}")),
+                )
     except KeyboardInterrupt:
         screen.print("interrupted: nothing is lost. The same command goes on.")
         raise typer.Exit(130) from None
+    if plan:
+        _out(line.as_json(found.as_data()) if as_json else found.render())
+        return
     if tracking_uri is not None:
         remember_uri(opened, tracking_uri)
-    lines = TrialLines(opened, trials=trials, console=screen)
+    # A stream of its own: while a trial runs in this process, what is printed goes to that trial's log.
+    console = Console(file=sys.stderr, highlight=False) if screen.is_terminal else screen
     began = time.perf_counter()
     try:
-        with Writer(opened, uri=tracking_uri) as writer:
+        with Writer(opened, uri=tracking_uri) as writer, watching(opened, console=console) as watch:
 
             def event(kind: str, record: Any) -> None:
-                lines(kind, record)
+                watch(kind, record)
                 writer.poke()
 
-            line.search(
+            ended_by = line.search(
                 opened,
                 space=space,
                 trials=trials,
+                hours=hours,
+                device_hours=device_hours,
                 floor=floor,
                 sampler=sampler,
                 warm_start=warm_start,
+                keep=keep,
                 executor=where,
                 cache=cache,
                 on_event=event,
@@ -214,7 +259,15 @@ def search(
     except KeyboardInterrupt:
         screen.print("interrupted: nothing that ended is lost. The same command goes on.")
         raise typer.Exit(130) from None
-    screen.print(f"searched for {time.perf_counter() - began:.0f} s")
+    seconds = time.perf_counter() - began
+    screen.print(render_board(Reader(opened).read(), width=screen.width), markup=False, end="")
+    option = ENDED_BY[ended_by]
+    if as_json:
+        _out(line.as_json(line.status(opened)))
+    screen.print(
+        f"searched for {seconds:.0f} s; {option} is used up: the same command with a larger {option} goes on",
+        soft_wrap=True,
+    )
     if (reason := line.all_failed(opened)) is not None:
         screen.print(f"error: every trial of a fold failed, the first with: {reason}", markup=False, soft_wrap=True)
         raise typer.Exit(1)
@@ -225,26 +278,28 @@ def search(
 
 
 @app.command()
-def status(study: StudyPath, as_json: AsJson = False) -> None:
-    """Say how far a search is. Example: dgsearch status runs/digits."""
-    import pandas as pd
-
+def status(
+    study: StudyPath,
+    follow: Annotated[bool, typer.Option("--follow", help="Show it until it is done; Ctrl-C leaves.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far a search is, here or on another machine that sees the study. Example: dgsearch status runs/digits."""
     from dgsearch import line
-    from dgsearch.report.tables import render
+    from dgsearch.report import progress
+    from dgsearch.report.board import as_data, render_board
+    from dgsearch.report.snapshot import Reader
     from dgsearch.study import Study
 
-    found = line.status(Study.open(study))
-    if as_json:
-        _out(line.as_json(found))
+    opened = Study.open(study)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            if as_json:
+                for snapshot in progress.changes(opened):
+                    _out(json.dumps(as_data(snapshot)))
+            else:
+                progress.follow(opened, console=Console(highlight=False))
         return
-    rows = [
-        {"held_out": ", ".join(f["held_out"]) or "none", "family": name}
-        | part["trials"]
-        | {"best_source_accuracy": part["best_source_accuracy"]}
-        for f in found["folds"]
-        for name, part in {"all": f, **f["families"]}.items()
-    ]
-    _out(render(pd.DataFrame(rows).astype({"best_source_accuracy": float}), form="table"))
+    _out(line.as_json(line.status(opened)) if as_json else render_board(Reader(opened).read()))
 
 
 @app.command()
@@ -361,6 +416,7 @@ def train(
     seed: Annotated[Optional[int], typer.Option(help="For a bare recipe: the seed.")] = None,  # noqa: UP045
     targets: Annotated[Optional[str], typer.Option(help="For a bare recipe: domains left out.")] = None,  # noqa: UP045
     resolution: Annotated[Optional[int], typer.Option(min=8, help="For a bare recipe: pixels a side.")] = None,  # noqa: UP045
+    save: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write the best weights: safetensors.")] = None,  # noqa: UP045
     skip_broken: SkipBroken = False,
     as_json: AsJson = False,
 ) -> None:
@@ -369,6 +425,8 @@ def train(
     Example: dgsearch train runs/digits/folds/0/trials/0003/trial.json --data data/digits
     """
     from dataclasses import asdict
+
+    from safetensors.torch import save_file
 
     from dgsearch import line
     from dgsearch.study import recorded_best
@@ -385,6 +443,9 @@ def train(
             left_out=_left_out,
             report=lambda e: bar.update(task, completed=e.step, description=f"training: {e.mean:.4f}"),
         )
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save_file(result.weights, save)
     before = recorded_best(trial)
     found = asdict(result.best) | {"source_accuracy": result.best.mean, "recorded": before}
     if as_json:

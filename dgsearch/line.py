@@ -19,14 +19,19 @@ from dgsearch.evaluation import Report, evaluate
 from dgsearch.lease import SILENCE
 from dgsearch.networks import PRECISIONS, network_name, weights_hash
 from dgsearch.recipe import decode
-from dgsearch.search.engine import FLOOR, Engine, ended_by_signals
+from dgsearch.report.board import as_data
+from dgsearch.report.plan import Plan
+from dgsearch.report.snapshot import Course, Reader, Seen
+from dgsearch.search.budget import Budget, Spent, spent
+from dgsearch.search.engine import FLOOR, Engine, baseline, default_recipes, ended_by_signals
 from dgsearch.search.local import run_local
+from dgsearch.search.retention import KEEP
 from dgsearch.search.trial import Training
 from dgsearch.search.warm import warm
 from dgsearch.search_space import read_space
 from dgsearch.selection import Selection
-from dgsearch.study import STATES, Fold, Specification, Study, TrialRecord, read_json
-from dgsearch.train import Evaluation, TrialResult, run_trial
+from dgsearch.study import Fold, Specification, Study, TrialRecord, read_json
+from dgsearch.train import Cost, Evaluation, TrialResult, measure, run_trial
 
 Event = Callable[[str, TrialRecord], None]
 Progress = Callable[[str, int, int], None]
@@ -45,6 +50,31 @@ class Executor:
 
     def __post_init__(self) -> None:
         known_or_raise("executor", self.kind, ("ray", "local"))
+
+    @property
+    def device(self) -> str:
+        """The device that trials compute on."""
+        on_gpu = self.gpus_per_trial > 0 if self.kind == "ray" else torch.cuda.is_available()
+        return "cuda" if on_gpu else "cpu"
+
+    @property
+    def devices(self) -> float:
+        """The devices that a trial reserves: a share of a GPU is a share, the worker of a trial on CPUs is one."""
+        return self.gpus_per_trial if self.kind == "ray" and self.gpus_per_trial else 1.0
+
+    @property
+    def at_once(self) -> int:
+        """How many trials run at once. A cluster is asked for its resources."""
+        if self.kind == "local":
+            return 1
+        if self.max_concurrent is not None:
+            return self.max_concurrent
+        from dgsearch.search.ray_tune import resources  # Ray takes seconds to import
+
+        found = resources(self.address)
+        fits = [int(found["CPU"] / self.cpus_per_trial)] if self.cpus_per_trial else []
+        fits += [int(found["GPU"] / self.gpus_per_trial)] if self.gpus_per_trial else []
+        return max(1, min(fits, default=1))
 
 
 def plan_folds(
@@ -203,17 +233,24 @@ def search(
     study: Study,
     *,
     space: str,
-    trials: int = 8,
+    trials: int | None = None,
+    hours: float | None = None,
+    device_hours: float | None = None,
     floor: int = FLOOR,
     sampler: str = "tpe",
     warm_start: Path | None = None,
+    keep: str = "best",
     executor: Executor = Executor(),  # noqa: B008 - frozen
     cache_dir: Path | None = None,
     cache: str = "disk",
     on_event: Event = lambda kind, record: None,
     note: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Run a study's search until each fold has its trials; go on where an earlier session left off.
+) -> str:
+    """Run a study's search until a budget is used up, and return which; go on where an earlier session left off.
+
+    Budgets are ``trials`` a fold (8 where no budget is given), ``hours`` of searching and ``device_hours``, over all
+    sessions of the study. Trials that run when hours or device-hours are used up go on to their end. ``keep`` is
+    ``best``, the weights of the top 5 trials a fold and of the best a family, or ``all``.
 
     ``floor`` trials of each family come before the ``sampler`` (tpe or random) chooses freely; like ``trials``,
     both may be others in a later session, and hold for the trials begun in it. ``warm_start`` is an older study
@@ -233,32 +270,47 @@ def search(
     def waiting(who: str) -> None:
         note(f"{who} drove this study: waiting up to {SILENCE:.0f} s for a sign of life")
 
+    budget = Budget(trials, hours, device_hours)
     with ended_by_signals(), study.driven(waiting=waiting):
-        engine = Engine(study, read, trials=trials, floor=floor, sampler=sampler, on_event=on_event)
-        study.plan(trials, floor=floor, sampler=sampler)
+        engine = Engine(
+            study,
+            read,
+            **vars(budget),
+            floor=floor,
+            sampler=sampler,
+            devices=executor.devices,
+            keep=keep,
+            on_event=on_event,
+        )
+        study.plan(
+            vars(budget)
+            | {"floor": floor, "sampler": sampler, "keep": keep}
+            | {"baseline": baseline(read), "families": read.family_names}
+        )
         if (begun := warm(engine, warm_start)) is not None:
             note(begun)
-        _run(engine, executor, cache_dir, cache, note)
+        try:
+            if engine.left:
+                _run(engine, executor, cache_dir, cache, note)
+        finally:
+            engine.meter.write()
+    assert engine.ended_by is not None
+    return engine.ended_by
 
 
-def _run(
-    engine: Engine, executor: Executor, cache_dir: Path | None, cache: str, note: Callable[[str], None]
-) -> None:
+def _run(engine: Engine, executor: Executor, cache_dir: Path | None, cache: str, note: Callable[[str], None]) -> None:
     specification = engine.study.specification
-    on_gpu = executor.gpus_per_trial > 0 if executor.kind == "ray" else torch.cuda.is_available()
     trial = Training(
         network=specification.network,
         steps=specification.steps,
         resolution=specification.resolution,
         seed=specification.seed,
-        device="cuda" if on_gpu else "cpu",
+        device=executor.device,
         threads=specification.threads,
         precision=specification.precision,
         cache_dir=cache_dir,
         cache=cache,
     )
-    if engine.left == 0:
-        return
     if executor.kind == "local":
         run_local(engine, trial)
         return
@@ -276,18 +328,81 @@ def _run(
     )
 
 
+def foresee_search(
+    study: Study,
+    *,
+    space: str,
+    trials: int | None = None,
+    hours: float | None = None,
+    device_hours: float | None = None,
+    keep: str = "best",
+    executor: Executor = Executor(),  # noqa: B008 - frozen
+    cache_dir: Path | None = None,
+    cache: str = "disk",
+    earlier: Path | None = None,
+    progress: Callable[[str], None] = lambda family: None,
+) -> Plan:
+    """Return what a search of ``study`` would cost, without searching.
+
+    Each family's default is trained for a few steps on the first fold's sources, in this process. With a study at
+    ``earlier`` in which trials have begun, it is what is left of that one.
+
+    Raises:
+        ValueError: if an argument is wrong, or ``earlier`` is of another search.
+    """
+    known_or_raise("choice of weights to keep", keep, KEEP)
+    budget = Budget(trials, hours, device_hours)
+    specification = study.specification
+    read = read_space(space, network=specification.network, batch_size=specification.batch_size)
+    begun: tuple[Seen, ...] = ()
+    used = Spent()
+    if earlier is not None and Study.has_begun(earlier):
+        there = Study.create(earlier, specification, [])  # only opened, or refused
+        begun, used = Reader(there).read().trials, spent(there)
+    recipes = default_recipes(read)
+    place = cache_dir or default_cache_dir()
+    indexes = [DomainIndex.load(study.index_path(name)) for name in specification.fingerprints]
+    sources = Sources(
+        tuple(index for index in indexes if index.name in study.folds[0].sources),
+        specification.resolution,
+        place,
+        cache,
+    )
+    costs: dict[str, Cost] = {}
+    unmeasured: dict[str, str] = {}
+    for family, recipe in recipes.items():
+        progress(family)
+        try:
+            costs[family] = measure(
+                recipe,
+                sources,
+                network=specification.network,
+                steps=specification.steps,
+                seed=specification.seed,
+                device=executor.device,
+                threads=specification.threads,
+                precision=specification.precision,
+            )
+        except RuntimeError as error:  # no such device, no memory for it, or diverged
+            unmeasured[family] = str(error).splitlines()[0]
+    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), tuple(read.family_names), FLOOR)
+    images = sum(map(len, indexes)) * specification.resolution**2 * 3 if cache == "disk" else 0
+    return Plan.of(
+        course,
+        begun,
+        used,
+        costs,
+        unmeasured,
+        at_once=executor.at_once,
+        devices=executor.devices,
+        keep=keep,
+        image_bytes=images,
+    )
+
+
 def status(study: Study) -> dict[str, Any]:
-    """Return how many trials there are in each state and the best source accuracy, by fold and by family."""
-    folds = []
-    for fold in study.folds:
-        trials = study.trials(fold.number)
-        families = {name: [t for t in trials if t.family == name] for name in dict.fromkeys(t.family for t in trials)}
-        folds.append(
-            {"held_out": list(fold.held_out)}
-            | _counts(trials)
-            | {"families": {name: _counts(found) for name, found in families.items()}}
-        )
-    return {"folds": folds}
+    """Return how far a search is: counts and best source accuracy by fold and family, failures, budget, time left."""
+    return as_data(Reader(study).read())
 
 
 def all_failed(study: Study) -> str | None:
@@ -301,17 +416,12 @@ def all_failed(study: Study) -> str | None:
 
 def unfinished(study: Study) -> str | None:
     """Return how much of the latest search is still to do, or None if it is done."""
-    ended = sum(bool(t.result) for fold in study.folds for t in study.trials(fold.number))
-    asked = (study.planned or 0) * len(study.folds)
-    return f"{ended} of {asked} trials have ended" if ended < asked else None
-
-
-def _counts(trials: list[TrialRecord]) -> dict[str, Any]:
-    best = max((e.mean for t in trials if t.state == "complete" and (e := t.best)), default=None)
-    return {
-        "trials": {state: sum(t.state == state for t in trials) for state in STATES},
-        "best_source_accuracy": best,
-    }
+    snapshot = Reader(study).read()
+    if snapshot.ended_by is not None:
+        return None
+    ended = sum(t.state != "running" for t in snapshot.trials)
+    asked = snapshot.course.budget.trials
+    return f"{ended} {'' if asked is None else f'of {asked * len(study.folds)} '}trials have ended"
 
 
 def select(study: Study, *, criterion: str = "training-domain") -> Selection:

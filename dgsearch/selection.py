@@ -119,9 +119,15 @@ def selected_trial(study: Study, fold: Fold, selected: Selected) -> tuple[TrialR
     """Return a fold's selected trial and the file of its weights.
 
     Raises:
-        ValueError: if the weights are gone.
+        ValueError: if the weights are gone; it says why, and how to have them again.
     """
     trial = study.trial(fold.number, selected.trial)
-    if trial.weights is None or not trial.weights.is_file():
-        raise ValueError(f"the weights of trial {trial.number} of fold {fold.number} are missing: {trial.weights}")
+    if trial.weights is None:
+        name = trial.result.get("weights")
+        place = trial.folder / name if name else trial.folder / "weights.safetensors"
+        raise ValueError(
+            f"the weights of trial {trial.number} of fold {fold.number} are missing: a search keeps those of the best "
+            f"trials only (--keep all keeps all), or the file was removed; train it again with: "
+            f"dgsearch train {trial.folder / 'trial.json'} --data {study.specification.data} --save {place}"
+        )
     return trial, trial.weights

@@ -5,10 +5,11 @@
     folds/0/journal.log           Optuna's journal
     folds/0/verdicts.jsonl        early stopping: value, rung and verdict, in the order they were given
     folds/0/trials/0007/          trial.json, evaluations.jsonl, result.json, retry.json where its memory was too
-                                  small, and a folder a session with weights
+                                  small, and a folder a session with weights and worker.log, what it printed and raised
     folds/0/queue.json            parameters that trials are given after the defaults, from other studies or folds
-    sessions/0001/                a driver's time with the study: who it is (see lease.py)
-    plan.json                     how many trials a fold were asked for, and how they are drawn
+    sessions/0001/                a driver's time with the study: who it is (see lease.py), and session.json: how long
+                                  it has searched, and its device-seconds
+    plan.json                     the latest search's budget, how its trials are drawn and what of them is kept
     selection.json, evaluation.json, openings.jsonl
     tracking.json, mlflow.db, mlartifacts/
 
@@ -201,9 +202,9 @@ class TrialRecord:
 
     @property
     def weights(self) -> Path | None:
-        """Where the best weights are kept, if they are."""
+        """Where the best weights are, if they are kept."""
         name = self.result.get("weights")
-        return self.folder / name if name else None
+        return self.folder / name if name and (self.folder / name).is_file() else None
 
 
 class Study:
@@ -322,14 +323,14 @@ class Study:
         return name
 
     @property
-    def planned(self) -> int | None:
-        """How many trials a fold the latest search was asked for, if there was one."""
+    def planned(self) -> dict[str, Any]:
+        """What the latest search was asked for: its budget and what it keeps; empty before the first."""
         file = self.path / "plan.json"
-        return int(read_json(file)["trials"]) if file.exists() else None
+        return read_json(file) if file.exists() else {}
 
-    def plan(self, trials: int, *, floor: int, sampler: str) -> None:
-        """Record how many trials a fold are asked for, and how those still to begin are drawn."""
-        write_json(self.path / "plan.json", {"trials": trials, "floor": floor, "sampler": sampler})
+    def plan(self, plan: dict[str, Any]) -> None:
+        """Record what a search is asked for."""
+        write_json(self.path / "plan.json", plan)
 
     def index_path(self, domain: str) -> Path:
         """Return where a source domain's index is kept."""

@@ -37,6 +37,7 @@ CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")  # the newest, and the
 RESUMED = "resumed.jsonl"  # beside them, a line each time a trial goes on from one
 DIGEST_BYTES = 32  # of the hash that ends a checkpoint
 EVALUATIONS = 20  # a trial
+WARM_UP = 2  # steps that a measurement leaves out
 STATISTICS_BATCHES = 32  # that an average's batch-norm statistics are computed on
 
 
@@ -167,6 +168,35 @@ def run_trial(
         DivergedError: if a loss is no longer finite.
         StopTrial: as ``report`` raised it.
     """
+    with _begun(
+        recipe,
+        sources,
+        network=network,
+        steps=steps,
+        seed=seed,
+        device=device,
+        threads=threads,
+        precision=precision,
+    ) as (trial, normalisation):
+        facts = (trial.recipe, [d.fingerprint for d in sources.domains], sources.resolution, network, steps)
+        trial.run(report, checkpoint_dir, identity=f"{seed_of(json.dumps(facts), seed, precision):x}")
+    assert trial.best is not None
+    return TrialResult(tuple(trial.evaluations), trial.best, trial.best_weights, sources.classes, normalisation)
+
+
+@contextlib.contextmanager
+def _begun(
+    recipe: Recipe,
+    sources: Sources,
+    *,
+    network: str,
+    steps: int,
+    seed: int,
+    device: str | torch.device,
+    threads: int,
+    precision: str,
+) -> Iterator[tuple["_Trial", Normalisation]]:
+    """Open the sources and yield a trial at its first step, and the normalisation of its network."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     recipe = recipe.resolve(network)
@@ -189,11 +219,81 @@ def run_trial(
             precision=precision,
         ).to(device)
         model.to(memory_format=torch.channels_last)
-        facts = (encode(recipe), [d.fingerprint for d in sources.domains], sources.resolution, network, steps)
-        trial = _Trial(recipe, model, opened, steps=steps, seed=seed, num_classes=num_classes)
-        trial.run(report, checkpoint_dir, identity=f"{seed_of(json.dumps(facts), seed, precision):x}")
-    assert trial.best is not None
-    return TrialResult(tuple(trial.evaluations), trial.best, trial.best_weights, sources.classes, normalisation)
+        yield _Trial(recipe, model, opened, steps=steps, seed=seed, num_classes=num_classes), normalisation
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a trial of a recipe costs: seconds a step, an evaluation and an epoch's end.
+
+    ``epoch_steps`` is how many steps an epoch's end comes after; ``weights`` and ``record`` are the bytes of its
+    weights and of an evaluation as JSON.
+    """
+
+    step: float
+    evaluation: float
+    epoch_end: float
+    epoch_steps: int
+    weights: int
+    record: int
+
+    def seconds(self, steps: int) -> float:
+        """Return the seconds of a whole trial."""
+        evaluations = len(evaluation_steps(steps)) * self.evaluation
+        return steps * self.step + evaluations + steps // self.epoch_steps * self.epoch_end
+
+
+def measure(
+    recipe: Recipe,
+    sources: Sources,
+    *,
+    network: str,
+    steps: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+    threads: int = 1,
+    precision: str = "float32",
+    most_steps: int = 20,
+    most_seconds: float = 5.0,
+) -> Cost:
+    """Measure what a recipe's trial of ``steps`` costs here, on up to 20 of its steps or 5 s of them.
+
+    The first two steps are left out: they allocate and compile. An evaluation and an epoch's end, where it does
+    something, are timed once. Nothing is kept.
+
+    Raises:
+        ValueError: as ``run_trial``.
+    """
+    with _begun(
+        recipe,
+        sources,
+        network=network,
+        steps=max(steps, WARM_UP + most_steps + 1),  # no component is asked to go past its last step
+        seed=seed,
+        device=device,
+        threads=threads,
+        precision=precision,
+    ) as (trial, _):
+
+        def timed(work: Callable[[], Any]) -> float:
+            began = time.perf_counter()
+            work()
+            if trial.sources.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        every, trial.epoch_steps = trial.epoch_steps, trial.steps + 1  # an epoch's end is timed apart
+        for _ in range(WARM_UP):
+            timed(trial.train_step)
+        took: list[float] = []
+        while len(took) < most_steps and sum(took) < most_seconds:
+            took.append(timed(trial.train_step))
+        batch = trial.train_step()
+        evaluation = timed(lambda: trial.evaluate(batch, seconds=sum(took)))
+        record = len(json.dumps(asdict(trial.evaluations[-1])))
+        epoch_end = timed(trial.end_epoch)
+        weights = sum(v.numel() * v.element_size() for v in trial.best_weights.values())
+    return Cost(sum(took) / len(took), evaluation, epoch_end, every, weights, record)
 
 
 class _Trial:
@@ -209,6 +309,7 @@ class _Trial:
         seed: int,
         num_classes: int,
     ) -> None:
+        self.recipe = encode(recipe)
         self.model = model
         self.sources = sources
         self.steps = steps
@@ -265,13 +366,16 @@ class _Trial:
         for name, value in {"train/loss": closure.losses.total, **closure.log}.items():
             self._means.setdefault(name, []).append(value)
         self.step += 1
-        after = Progress(self.step, self.steps)
         if self.step % self.epoch_steps == 0:
-            train, guide = self.sources.part("train"), self.sources.part("guide")
-            end = EpochEnd(self.model, self.objective, self.optimizer, train, guide, after)
-            self.edits = self.epoch_end(end)
-        self.average.update(after)
+            self.end_epoch()
+        self.average.update(Progress(self.step, self.steps))
         return batch
+
+    def end_epoch(self) -> None:
+        """Let the epoch-end intervention edit the weights."""
+        train, guide = self.sources.part("train"), self.sources.part("guide")
+        after = Progress(self.step, self.steps)
+        self.edits = self.epoch_end(EpochEnd(self.model, self.objective, self.optimizer, train, guide, after))
 
     def evaluate(self, batch: DomainBatch, *, seconds: float) -> Evaluation:
         """Validate the weights that the average yields, and keep them if they are the best yet."""

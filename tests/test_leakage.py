@@ -84,6 +84,8 @@ def test_a_trial_is_handed_nothing_that_names_or_opens_the_held_out_domain(tmp_p
             )
             report(evaluation)
 
+        print("printed")
+        os.write(2, b"past python\n")
         outcome = training(assignment, looking)
         seen.write_text(json.dumps(facts))
         return outcome
@@ -95,6 +97,9 @@ def test_a_trial_is_handed_nothing_that_names_or_opens_the_held_out_domain(tmp_p
     secret = cache_path(hidden, resolution=16, cache_dir=tmp_path / "cache")
     engine = Engine(study, read_space("quick", network="small_cnn"), trials=1)
     run_ray(engine, spy, max_concurrent=1)
+    (log,) = study.path.glob("folds/0/trials/0000/*/worker.log")
+    assert "printed\n" in log.read_text() and "past python\n" in log.read_text()
+    assert HELD_OUT not in log.read_text()
     facts = json.loads(seen.read_text())
     assert len(facts) == 12
     art = cache_path(read_domain(data, "art"), resolution=16, cache_dir=tmp_path / "cache")

@@ -193,6 +193,8 @@ BAD = [
      "family 'coral' needs at least 2 source domains (coral), and the fold that holds out photo has 1"),
     (["search", "--data", "DATA", "--study", "s", "--network", "resnet"], "unknown network 'resnet'"),
     (["search", "--data", "DATA", "--study", "s", "--space", "quik"], "unknown search space 'quik'"),
+    (["search", "--data", "DATA", "--study", "s", "--hours", "0"], "a search needs hours above 0, not 0"),
+    (["search", "--data", "DATA", "--study", "s", "--keep", "some"], "unknown choice of weights to keep 'some'"),
     (["search", "--data", "DATA", "--study", "s", "--executor", "slurm"], "unknown executor 'slurm'"),
     (["status", "nowhere"], "no study at nowhere"),
     (["methods", "corall"], "unknown method 'corall'"),
@@ -320,3 +322,39 @@ def test_an_unreachable_cluster_is_one_line(data, tmp_path, here):
     assert "no Ray cluster answers at 127.0.0.1:9" in err
     # No trial has begun, so the study may be defined anew.
     here(*search_options(data, tmp_path / "s", executor="local", trials=1, targets="photo", seed=5))
+
+
+def test_a_plan_is_measured_and_leaves_nothing_behind(data, tmp_path, here):
+    study = tmp_path / "s"
+    options = [*search_options(data, study, executor="local", targets="photo,sketch", trials=6), "--plan"]
+    found = json.loads(here(*options, "--json")[0])
+    assert not study.exists() and not list(tmp_path.iterdir())
+    assert (found["folds"], found["families"], found["steps_a_trial"]) == (2, ["erm", "coral"], 20)
+    assert found["trials"] == 12 and found["steps"]["most"] == 240 > found["steps"]["expected"] > 40
+    assert set(found["measured"]) == {"erm", "coral"} and not found["unmeasured"]
+    assert found["seconds"] == found["device_seconds"] > 0
+    assert found["bytes"]["images"] == 4 * 60 * 16 * 16 * 3
+    text = here(*options)[0]
+    assert "2 folds × 6 trials, 2 families, 20 steps a trial" in text and "240 at most" in text
+
+
+def test_hours_end_a_search_and_the_plan_says_what_is_left(data, tmp_path, here):
+    study = tmp_path / "s"
+    options = search_options(data, study, executor="local", targets="photo,sketch")
+    del options[options.index("--trials") : options.index("--trials") + 2]
+    _, err = here(*options, "--hours", "1e-9")
+    assert "--hours is used up: the same command with a larger --hours goes on" in err
+    found = json.loads(here(*options, "--trials", "1", "--json")[0])
+    assert (found["state"], found["ended_by"], found["spent"]["sessions"]) == ("finished", "trials", 2)
+    left = json.loads(here(*options, "--trials", "2", "--plan", "--json")[0])
+    assert (left["trials_begun"], left["trials"]) == (2, 2)
+    weights = list(study.glob("folds/*/trials/*/*/weights.safetensors"))
+    assert left["bytes"]["weights"] == pytest.approx(4 * weights[0].stat().st_size, rel=0.05)
+    out, _ = here("status", study, "--follow")
+    assert "finished (--trials)" in out
+    followed = json.loads(here("status", study, "--follow", "--json")[0])
+    assert followed == json.loads(here("status", study, "--json")[0])
+    weights[0].unlink()
+    trial = weights[0].parent.parent / "trial.json"
+    here("train", trial, "--data", data, "--save", weights[0])
+    assert weights[0].is_file()

@@ -10,7 +10,9 @@ import json
 import math
 import shutil
 import signal
+import sys
 import threading
+import time
 import traceback
 import warnings
 from collections import deque
@@ -27,7 +29,9 @@ from optuna.trial import TrialState
 from dgsearch.component import known_or_raise
 from dgsearch.domains.layout import DomainIndex, class_names
 from dgsearch.randomness import seed_of
-from dgsearch.recipe import encode
+from dgsearch.recipe import Recipe, encode
+from dgsearch.search.budget import Budget, Meter
+from dgsearch.search.retention import KEEP, Complete, kept, selected, tidy
 from dgsearch.search_space import SearchSpace
 from dgsearch.study import (
     Fold,
@@ -133,6 +137,19 @@ def stops(value: float, recorded: list[float]) -> bool:
     return value < sorted(recorded, reverse=True)[keep - 1]
 
 
+def baseline(space: SearchSpace) -> str:
+    """Return the family of plain ERM, whose default is never stopped; ``erm`` where the space has none."""
+    return next((family.name for family in space.families if family.is_plain), "erm")
+
+
+def default_recipes(space: SearchSpace) -> dict[str, Recipe]:
+    """Return each family's default recipe, plain ERM's first."""
+    found = {baseline(space): space.default_recipe()}
+    for name in space.family_names:
+        found.setdefault(name, space.suggest(optuna.trial.FixedTrial(space.default_parameters(name)))[1])
+    return {name: recipe.resolve(space.network) for name, recipe in found.items()}
+
+
 def rungs(steps: int) -> list[int]:
     """Return the steps at which a trial may be stopped: its evaluations at 10 % and 30 %."""
     at = evaluation_steps(steps)
@@ -185,11 +202,22 @@ class FoldSearch:
     """
 
     def __init__(
-        self, study: Study, fold: Fold, space: SearchSpace, *, session: str, floor: int = FLOOR, sampler: str = "tpe"
+        self,
+        study: Study,
+        fold: Fold,
+        space: SearchSpace,
+        *,
+        session: str,
+        floor: int = FLOOR,
+        sampler: str = "tpe",
+        keep: str = "best",
     ) -> None:
         self.floor = floor
         self.sampler = sampler
         self.study = study
+        self.keep = keep
+        self.complete: dict[int, Complete] = {}
+        self.weighty: set[int] = set()  # complete trials whose weights are there
         self.fold = fold
         self.space = space
         self.session = session
@@ -222,6 +250,7 @@ class FoldSearch:
         self.failures: list[str] = []  # the families of the trials that failed
         self.unfinished: deque[_Running] = deque()
         self._adopt()
+        self._retain([t for t in study.trials(fold.number) if t.result])
 
     # -- what an earlier session left
 
@@ -328,8 +357,7 @@ class FoldSearch:
     @property
     def _baseline(self) -> str:
         """The family of plain ERM, whose default is never stopped; ``erm`` where the space has none."""
-        first = self._order[0]
-        return first if self.space.family(first).is_plain else "erm"
+        return baseline(self.space)
 
     @property
     def _defaults(self) -> int:
@@ -448,9 +476,19 @@ class FoldSearch:
         self._tell(running, outcome.state)
         if outcome.state == "failed":
             self.failures.append(running.record.family)
-        for file in (f for name in CHECKPOINTS for f in folder.glob(f"*/{name}")):
-            file.unlink()
-        return self.study.trial(self.fold.number, number)
+        record = self.study.trial(self.fold.number, number)
+        self._retain([record])
+        return record
+
+    def _retain(self, ended: list[TrialRecord]) -> None:
+        """Leave of trials that ended what is kept, and drop weights that they displace. Twice changes nothing."""
+        self.complete |= {t.number: Complete.of(t) for t in ended if t.state == "complete"}
+        everything = set(self.complete)
+        keep = everything if self.keep == "all" else kept(self.complete.values()) | selected(self.study, self.fold)
+        displaced = (self.weighty - keep) - {t.number for t in ended}
+        for record in (*ended, *(self.study.trial(self.fold.number, n) for n in displaced)):
+            tidy(record, keep_weights=record.number in keep)
+        self.weighty = everything & keep
 
     def _tell(self, running: _Running, state: str) -> None:
         trial = running.trial
@@ -491,24 +529,30 @@ class Engine:
         study: Study,
         space: SearchSpace,
         *,
-        trials: int,
+        trials: int | None = None,
+        hours: float | None = None,
+        device_hours: float | None = None,
         floor: int = FLOOR,
         sampler: str = "tpe",
+        devices: float = 1.0,
+        keep: str = "best",
         on_event: Callable[[str, TrialRecord], None] = lambda kind, record: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        if trials < 1:
-            raise ValueError(f"a search needs at least 1 trial a fold, not {trials}")
         if floor < 0:
             raise ValueError(f"the floor is a number of trials a family, not {floor}")
         known_or_raise("sampler", sampler, SAMPLERS)
+        known_or_raise("choice of weights to keep", keep, KEEP)
+        self.budget = Budget(trials, hours, device_hours)
         self.study = study
-        self.trials = trials
         self.on_event = on_event
         self.fault: Exception | None = None
         self.session = study.begin_session()
+        self.meter = Meter(study, self.session, devices=devices, clock=clock)
         self.folds = [
-            FoldSearch(study, fold, space, session=self.session, floor=floor, sampler=sampler) for fold in study.folds
+            FoldSearch(study, fold, space, session=self.session, floor=floor, sampler=sampler, keep=keep)
+            for fold in study.folds
         ]
 
     @contextlib.contextmanager
@@ -525,26 +569,29 @@ class Engine:
 
     def _open(self, fold: FoldSearch) -> bool:
         """Whether a fold still has a trial to begin."""
-        return len(fold.families) < self.trials and bool(fold.remaining or not fold.past_defaults)
+        return len(fold.families) < self._trials and bool(fold.remaining or not fold.past_defaults)
 
     def _is_waiting(self, fold: FoldSearch) -> bool:
         """Whether a fold with every domain as a source is to see first what the others found."""
         return not fold.fold.held_out and fold.past_defaults
 
     def ask(self) -> Assignment | None:
-        """Return the next trial to run, an interrupted one first; None when there is none left to begin.
+        """Return the next trial to run, an interrupted one first.
 
-        None may be followed by another trial as long as trials run: one of them may have to be tried again.
+        None when there is none left to begin, or hours or device-hours are used up: running trials go on to their end,
+        interrupted ones wait for a larger budget. It may be followed by another trial as long as trials run: one of
+        them may have to be tried again.
         """
         with self._writing():
+            if self.ended_by is not None:
+                return None
             waiting = [fold for fold in self.folds if fold.unfinished]
             open_ = [fold for fold in self.folds if self._open(fold)]
-            if not waiting and not open_:
-                return None
             fold = waiting[0] if waiting else min(open_, key=lambda f: (self._is_waiting(f), len(f.families)))
             if not waiting and self._is_waiting(fold):
                 self._collect(fold)
             assignment = fold.ask()
+            self.meter.begin((assignment.fold, assignment.number))
             self.on_event("begin", fold.running[assignment.number].record)
         return assignment
 
@@ -563,6 +610,10 @@ class Engine:
     def report(self, fold: int, number: int, evaluation: Evaluation) -> bool:
         """Record an evaluation; return whether the trial is to stop."""
         with self._writing():
+            known = self.folds[fold].running[number].evaluations
+            if evaluation.step not in known:
+                seconds = evaluation.seconds - max((e.seconds for e in known.values()), default=0)
+                self.meter.evaluated((fold, number), seconds)
             return self.folds[fold].report(number, evaluation)
 
     def stopped(self, fold: int, number: int) -> bool:
@@ -574,14 +625,26 @@ class Engine:
         with self._writing():
             before = self.folds[fold].remaining
             record = self.folds[fold].tell(number, outcome)
+            self.meter.end((fold, number), failed=outcome.state == "failed")
             self.on_event("end" if record.result else "retry", record)
             if record.family in before and record.family not in self.folds[fold].remaining:
                 self.on_event("given up", record)
 
     @property
+    def _trials(self) -> int:
+        return sys.maxsize if self.budget.trials is None else self.budget.trials
+
+    @property
+    def ended_by(self) -> str | None:
+        """Which budget has no room for another trial: trials, hours, device_hours; None while all have."""
+        begun = not any(fold.unfinished or self._open(fold) for fold in self.folds)
+        return "trials" if begun else self.budget.used_up(self.meter.spent())
+
+    @property
     def left(self) -> int:
-        """How many trials are still to end."""
-        return sum(
-            len(fold.running) + (max(self.trials - len(fold.families), 0) if self._open(fold) else 0)
-            for fold in self.folds
-        )
+        """How many trials are still to end; more than can be where their number is not bounded."""
+        running = sum(len(fold.running) - len(fold.unfinished) for fold in self.folds)
+        if self.ended_by is not None:
+            return running
+        to_begin = sum(max(0, self._trials - len(fold.families)) for fold in self.folds if self._open(fold))
+        return min(sys.maxsize, to_begin + sum(len(fold.running) for fold in self.folds))

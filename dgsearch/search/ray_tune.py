@@ -21,12 +21,14 @@ os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")  # Ctrl-C is ours: Tun
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # the study is the only log
 
 import ray
+import torch
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from dgsearch.search.engine import Assignment, Engine, Outcome, Trial, ended_by_signals, run_guarded
 from dgsearch.search.nodes import Look, Needs, Nodes, await_sight
+from dgsearch.search.worker_log import logged
 from dgsearch.train import Evaluation
 
 METRIC = "value"
@@ -65,8 +67,7 @@ class EngineSearcher(_Adapter, Searcher):
             return None
         assignment = self.engine.ask()
         if assignment is None:
-            # A trial that runs may have to be tried again.
-            return None if any(fold.running for fold in self.engine.folds) else Searcher.FINISHED
+            return None if self.engine.left else Searcher.FINISHED  # one that runs may have to be tried again
         self.assigned[trial_id] = assignment
         return {"assignment": asdict(assignment)}
 
@@ -129,7 +130,7 @@ def _trainable(trial: Trial, look: Look | None) -> Callable[[dict[str, Any]], No
 
         assignment = Assignment(**config["assignment"])
         await_sight(Path(assignment.folder), look, assignment.sources)
-        outcome = run_guarded(trial, assignment, report)
+        outcome = run_guarded(logged(trial, whole_process=True), assignment, report)
         tune.report({"outcome": json.dumps(asdict(outcome)), METRIC: 0.0})
 
     return train
@@ -264,3 +265,18 @@ def run_ray(
     finally:
         if ours:
             ray.shutdown()
+
+
+def resources(address: str) -> dict[str, float]:
+    """Return how many CPUs and GPUs a cluster has; of ``local``, this machine's, without starting one."""
+    if address == "local":
+        return {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
+    _check_address(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ValueError(f"no Ray cluster at --address {address} ({str(error).splitlines()[0]})") from None
+    try:
+        return {"CPU": 0.0, "GPU": 0.0} | ray.cluster_resources()
+    finally:
+        ray.shutdown()

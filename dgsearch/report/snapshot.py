@@ -1,0 +1,193 @@
+"""What a study's directory says of its search at a moment, read again and again at little cost."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dgsearch.search.budget import Budget, Spent, spent
+from dgsearch.search.engine import rungs
+from dgsearch.search.retention import LOG
+from dgsearch.study import STATES, Fold, Study, TrialRecord
+
+SILENCE = 60.0  # seconds without a sign of life after which a driver on another machine counts as gone
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A trial, as those who watch a search need it. ``seconds`` of training took it to ``step``."""
+
+    fold: int
+    number: int
+    family: str
+    default: bool
+    state: str
+    step: int = 0
+    seconds: float = 0.0
+    best: float | None = None  # mean source accuracy of its best evaluation
+    kind: str = ""  # of failure
+    reason: str = ""
+    log: str | None = None  # what it printed and raised, where it did
+
+    @classmethod
+    def of(cls, record: TrialRecord) -> "Seen":
+        """Return what is shown of a record."""
+        last = record.evaluations[-1] if record.evaluations else None
+        logs = sorted(record.folder.glob(f"*/{LOG}")) if record.state == "failed" else []
+        return cls(
+            record.fold,
+            record.number,
+            record.family,
+            record.default,
+            record.state,
+            last.step if last else 0,
+            last.seconds if last else 0.0,
+            record.best.mean if record.best else None,
+            str(record.result.get("kind") or ""),
+            str(record.result.get("reason") or ""),
+            str(logs[-1]) if logs else None,
+        )
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a search was asked to do: its budget, and the families whose defaults come first, plain ERM before all."""
+
+    folds: int
+    steps: int
+    budget: Budget
+    defaults: tuple[str, ...] = ()
+    floored: tuple[str, ...] = ()  # families that have a floor of trials
+    floor: int = 0
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """The steps at which a trial may be stopped."""
+        return tuple(rungs(self.steps))
+
+    @classmethod
+    def of(cls, study: Study) -> "Course":
+        """Return what the latest search of a study was asked for."""
+        plan = study.planned
+        budget = Budget(plan.get("trials"), plan.get("hours"), plan.get("device_hours"))
+        floored = tuple(plan.get("families", ()))
+        defaults = tuple(dict.fromkeys((*([plan["baseline"]] if "baseline" in plan else []), *floored)))
+        return cls(len(study.folds), study.specification.steps, budget, defaults, floored, plan.get("floor", 0))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A search at a moment. ``driver`` says who searches, if anybody does."""
+
+    folds: tuple[Fold, ...]
+    course: Course
+    trials: tuple[Seen, ...]
+    spent: Spent
+    driver: dict[str, Any] | None
+    begun: bool = True  # whether a search was ever asked for
+
+    @cached_property
+    def ended_by(self) -> str | None:
+        """Which budget leaves nothing more to begin and, of trials, nothing to end; None while all have room."""
+        asked = self.course.budget.trials
+        ended = [sum(t.fold == fold.number and t.state != "running" for t in self.trials) for fold in self.folds]
+        if asked is not None and all(count >= asked for count in ended):
+            return "trials"
+        return self.course.budget.used_up(self.spent)
+
+    @property
+    def state(self) -> str:
+        """Return searching, finished, interrupted or not begun."""
+        if self.driver is not None:
+            return "searching"
+        if not self.begun:
+            return "not begun"
+        return "interrupted" if self.ended_by is None else "finished"
+
+
+class Reader:
+    """Reads a study's search. Trials that have ended are read once, others when they have changed."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self._trials: dict[tuple[int, int], Seen] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+
+    def read(self) -> Snapshot:
+        """Return the search as it is now."""
+        for fold in self.study.folds:
+            for number in self._begun(fold.number):
+                self._look(fold.number, number)
+        trials = tuple(self._trials[key] for key in sorted(self._trials))
+        begun = bool(self.study.planned)
+        return Snapshot(
+            self.study.folds, Course.of(self.study), trials, spent(self.study), driver(self.study.path), begun
+        )
+
+    def _begun(self, fold: int) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            return [int(e.name) for e in os.scandir(self.study.fold_dir(fold) / "trials") if e.name.isdigit()]
+        return []
+
+    def _look(self, fold: int, number: int) -> None:
+        key = (fold, number)
+        if key in self._trials and self._trials[key].state != "running":
+            return
+        folder = self.study.trial_dir(fold, number)
+        size = sum(_size(folder / name) for name in ("evaluations.jsonl", "result.json"))
+        if self._sizes.get(key) != size and (folder / "trial.json").exists():
+            self._trials[key] = Seen.of(self.study.trial(fold, number))
+            self._sizes[key] = size
+
+
+def _size(file: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat().st_size
+    return 0
+
+
+def driver(study: Path) -> dict[str, Any] | None:
+    """Return the host and process that search a study now, as far as can be seen from here, or None.
+
+    A process of this machine is looked up. One elsewhere counts while its file is touched, by this machine's clock.
+    """
+    sessions = sorted(p for p in (study / "sessions").glob("*") if p.name.isdigit())
+    for file in (*(s / "driver.json" for s in sessions[-1:]), study / "driver.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(file.read_text())
+            host, pid = str(found["host"]), int(found["pid"])
+            here = host == socket.gethostname()
+            if _runs(pid) if here else time.time() - file.stat().st_mtime < SILENCE:
+                return {"host": host, "pid": pid}
+    return None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def counts(trials: Iterable[Seen]) -> dict[str, Any]:
+    """Return how many trials are in each state, and the best accuracy of the complete ones."""
+    found = list(trials)
+    best = max((t.best for t in found if t.state == "complete" and t.best is not None), default=None)
+    return {
+        "trials": {state: sum(t.state == state for t in found) for state in STATES},
+        "best_source_accuracy": best,
+    }
+
+
+def by_family(trials: Sequence[Seen]) -> dict[str, list[Seen]]:
+    """Return trials by family, in the order in which families appear."""
+    return {name: [t for t in trials if t.family == name] for name in dict.fromkeys(t.family for t in trials)}
