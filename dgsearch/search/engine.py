@@ -34,7 +34,8 @@ from dgsearch.train import Evaluation, StopTrial, evaluation_steps
 RUNGS = (0.1, 0.3)  # shares of a trial's steps at which it may be stopped
 REDUCTION = 3  # one in three goes on at each rung
 FLOOR = 3  # trials a family has before the sampler chooses freely
-SAMPLER_STARTUP = 10  # trials before the sampler models anything
+SAMPLER_STARTUP = 10  # trials of a fold before the sampler models its families
+FIELDS_STARTUP = 3  # trials of a family before the sampler models its fields
 
 Report = Callable[[Evaluation], None]
 
@@ -107,12 +108,20 @@ def rungs(steps: int) -> list[int]:
     return sorted(found - {steps})
 
 
+def _fixing(fixed: dict[str, Any], sampler: optuna.samplers.BaseSampler) -> optuna.samplers.BaseSampler:
+    """Return a sampler that draws all but some parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.PartialFixedSampler(fixed, sampler)
+
+
 @dataclass
 class _Running:
     """A trial in the engine's hands."""
 
     record: TrialRecord
     trial: optuna.Trial
+    drawn: optuna.Trial | None = None  # the same in its family's model; none for a baseline outside the space
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
 
@@ -147,6 +156,9 @@ class FoldSearch:
         except json.JSONDecodeError as error:
             raise ValueError(f"the journal {journal} is damaged: {error}") from None
         self.families: list[str] = []  # of the trials begun, in order
+        # A family's trials alone, in memory: what its fields are drawn from. In one model of all families, a weak
+        # family has no good trials to learn from, and each ask would model every family's fields.
+        self.models = {name: optuna.create_study(direction="maximize") for name in space.family_names}
         self.unfinished: deque[_Running] = deque()
         self._adopt()
 
@@ -162,11 +174,15 @@ class FoldSearch:
                 continue
             record = self.study.trial(self.fold.number, frozen.number)
             self.families.append(record.family)
+            modelled = bool(frozen.params)
             if frozen.state != TrialState.RUNNING:
+                if modelled:
+                    self.models[record.family].add_trial(frozen)
                 continue
             running = _Running(
                 record,
                 optuna.Trial(self.optuna, frozen._trial_id),
+                self._drawn(record.family, frozen.params, optuna.samplers.RandomSampler()) if modelled else None,
                 {e.step: e for e in record.evaluations},
                 set(frozen.intermediate_values),
             )
@@ -200,12 +216,16 @@ class FoldSearch:
     def _begin(self) -> _Running:
         number = len(self.optuna.get_trials(deepcopy=False))
         fixed = self._fixed()
-        self.optuna.sampler = self._sampler(number, fixed)
+        self.optuna.sampler = self._sampler(number, fixed or {}, startup=SAMPLER_STARTUP)
         trial = self.optuna.ask()
         assert trial.number == number
+        drawn = None
         if fixed is None:
             family, recipe = self._baseline, self.space.default_recipe()
         else:
+            family = trial.suggest_categorical("family", self.space.family_names)
+            drawn = self._drawn(family, fixed, self._sampler(number, {}, startup=FIELDS_STARTUP, joint=True))
+            self.optuna.sampler = _fixing(drawn.params, optuna.samplers.RandomSampler())
             family, recipe = self.space.suggest(trial)
         recipe = recipe.resolve(self.space.network)
         default = len(self.families) < self._defaults
@@ -230,8 +250,16 @@ class FoldSearch:
         )
         self.families.append(family)
         record = TrialRecord(self.fold.number, number, family, encode(recipe), default, folder)
-        self.running[number] = running = _Running(record, trial)
+        self.running[number] = running = _Running(record, trial, drawn)
         return running
+
+    def _drawn(self, family: str, fixed: dict[str, Any], sampler: optuna.samplers.BaseSampler) -> optuna.Trial:
+        """Return a trial of a family's model, all its fields drawn."""
+        model = self.models[family]
+        model.sampler = _fixing(fixed | {"family": family}, sampler)
+        drawn = model.ask()
+        self.space.suggest(drawn)
+        return drawn
 
     @property
     def _order(self) -> list[str]:
@@ -258,15 +286,17 @@ class FoldSearch:
         least = min(self._order, key=self.families.count)
         return {"family": least} if self.families.count(least) < FLOOR else {}
 
-    def _sampler(self, number: int, fixed: dict[str, Any] | None) -> optuna.samplers.BaseSampler:
+    def _sampler(
+        self, number: int, fixed: dict[str, Any], *, startup: int, joint: bool = False
+    ) -> optuna.samplers.BaseSampler:
         """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it."""
         seed = seed_of(self.study.specification.seed, *self.fold.sources, number) % 2**32
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=SAMPLER_STARTUP, multivariate=True, group=True, constant_liar=True
+                seed=seed, n_startup_trials=startup, multivariate=joint, group=joint, constant_liar=True
             )
-            return optuna.samplers.PartialFixedSampler(fixed, sampler) if fixed else sampler
+        return _fixing(fixed, sampler)
 
     # -- report
 
@@ -323,6 +353,11 @@ class FoldSearch:
                 # place again: so a failed trial is one that was pruned at chance level.
                 trial.report(self.chance, max(running.evaluations, default=0) + 1)
             self.optuna.tell(trial, state=TrialState.PRUNED)
+        if (drawn := running.drawn) is not None:
+            ended = self.optuna.get_trials(deepcopy=False)[trial.number]
+            for step, value in ended.intermediate_values.items():
+                drawn.report(value, step)
+            self.models[running.record.family].tell(drawn, ended.value if state == "complete" else None, ended.state)
         del self.running[running.record.number]
 
 
