@@ -35,7 +35,7 @@ RUNGS = (0.1, 0.3)  # shares of a trial's steps at which it may be stopped
 REDUCTION = 3  # one in three goes on at each rung
 FLOOR = 3  # trials a family has before the sampler chooses freely
 SAMPLER_STARTUP = 10  # trials of a fold before the sampler models its families
-FIELDS_STARTUP = 3  # trials of a family before the sampler models its fields
+FIELDS_STARTUP = 1  # trials of a family before the sampler models its fields: from its published defaults on
 
 Report = Callable[[Evaluation], None]
 

@@ -1,8 +1,11 @@
 """A search against recorded trials: the recording, searchers of three kinds, and the virtual time they run in.
 
 A trial is not trained: the recorded run of its family with the nearest values stands for it, whole, with what it
-reached at each evaluation and the seconds it took. What a searcher is told, and when, is as on a cluster of so many
-workers; asking and telling take no time.
+reached at each evaluation and the seconds it took (`nearest`). Where a few dozen runs must fill a space of ten
+dimensions, all values around a run look alike, and a search that betters what it has by small steps can't; so `trend`
+moves the nearest run by what a forest, fitted to the runs of all families, expects of the difference: a recorded run
+is still itself, its noise included. What a searcher is told, and when, is as on a cluster of so many workers; asking
+and telling take no time.
 """
 
 import gzip
@@ -19,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import optuna
+from sklearn.ensemble import ExtraTreesRegressor
 
 from dgsearch.component import Choice, Range
 from dgsearch.domains.layout import DomainIndex
@@ -55,6 +59,12 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
     return [line if "means" in line else compacted(line) for line in lines]
 
 
+def write_curves(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Write a recording, packed; the same lines give the same file."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
 @dataclass(frozen=True)
 class Run:
     """A recorded trial: the mean accuracy at each evaluation, the seconds until it, and those until it failed."""
@@ -65,6 +75,19 @@ class Run:
     failed: float | None = None
 
 
+OFF = -1.0
+
+
+def place(value: Any, r: Range) -> float:
+    """Return where in a range a value lies, 0 … 1, by its logarithm if the range is so; OFF for an absent one."""
+    if isinstance(r, Choice):
+        return r.values.index(value) / max(1, len(r.values) - 1)
+    if value == 0 and getattr(r, "off", False):
+        return OFF
+    at = math.log if r.log else float
+    return (at(value) - at(r.low)) / (at(r.high) - at(r.low))
+
+
 def distance(a: Mapping[str, Any], b: Mapping[str, Any], ranges: Mapping[str, Range]) -> float:
     """Return the sum over ranges of two values' distance: of the range's width, or its logarithm's, and 0 … 1.
 
@@ -72,21 +95,16 @@ def distance(a: Mapping[str, Any], b: Mapping[str, Any], ranges: Mapping[str, Ra
     """
     total = 0.0
     for name, r in ranges.items():
-        x, y = a[name], b[name]
-        if x == y:
-            continue
-        if isinstance(r, Choice) or (getattr(r, "off", False) and 0 in (x, y)):
-            total += 1
-            continue
-        at = math.log if r.log else float
-        total += abs(at(x) - at(y)) / (at(r.high) - at(r.low))
+        if a[name] != b[name]:
+            x, y = place(a[name], r), place(b[name], r)
+            total += 1 if isinstance(r, Choice) or OFF in (x, y) else abs(x - y)
     return total
 
 
 class Recording:
     """Runs of every family of a space."""
 
-    def __init__(self, lines: list[dict[str, Any]], space: SearchSpace) -> None:
+    def __init__(self, lines: list[dict[str, Any]], space: SearchSpace, *, between: str = "nearest") -> None:
         self.space = space
         (self.steps,) = {line["steps"] for line in lines}
         self.evaluations = len(evaluation_steps(self.steps))
@@ -94,11 +112,19 @@ class Recording:
         for line in lines:
             run = Run(line["values"], tuple(line["means"]), tuple(line["seconds"]), line.get("failed"))
             if run.failed is None and len(run.means) != self.evaluations:
-                raise ValueError(f"a run of {line['family']!r} has {len(run.means)} evaluations, not {self.evaluations}")
+                raise ValueError(
+                    f"a run of {line['family']!r} has {len(run.means)} evaluations, not {self.evaluations}"
+                )
             if line["family"] in self.runs:
                 self.runs[line["family"]].append(run)
         if missing := [name for name, runs in self.runs.items() if not runs]:
             raise ValueError(f"the recording has no run of {', '.join(missing)}")
+        self.trend = Trend(self.runs, space) if between == "trend" else None
+
+    def run(self, family: str, values: Mapping[str, Any]) -> Run:
+        """Return what stands for a trial."""
+        near = self.nearest(family, values)
+        return near if self.trend is None else self.trend.moved(near, family, values)
 
     def nearest(self, family: str, values: Mapping[str, Any]) -> Run:
         """Return the run of a family that is nearest to some values, the earlier of two as near."""
@@ -108,6 +134,37 @@ class Recording:
     def best(self) -> float:
         """Return the best value that a whole run reaches."""
         return max(max(run.means) for runs in self.runs.values() for run in runs if run.failed is None)
+
+
+class Trend:
+    """What a forest expects of curves and seconds, from runs of all families, which share many fields."""
+
+    def __init__(self, runs: Mapping[str, list[Run]], space: SearchSpace) -> None:
+        self.space = space
+        self.names = sorted({name for family in space.families for name in family.ranges})
+        whole = [(family, run) for family, listed in runs.items() for run in listed if run.failed is None]
+        self.forest = ExtraTreesRegressor(200, min_samples_leaf=2, random_state=0)
+        self.forest.fit([self.features(f, run.values) for f, run in whole], [self.figures(run) for _, run in whole])
+
+    def features(self, family: str, values: Mapping[str, Any]) -> list[float]:
+        ranges = self.space.family(family).ranges
+        return [float(family == name) for name in self.space.family_names] + [
+            place(values[name], ranges[name]) if name in ranges else OFF for name in self.names
+        ]
+
+    def figures(self, run: Run) -> list[float]:
+        means = np.clip(run.means, 0.01, 0.999)
+        return [*np.log(means / (1 - means)), math.log(run.seconds[-1])]
+
+    def moved(self, run: Run, family: str, values: Mapping[str, Any]) -> Run:
+        """Return a run as it would be with other values: accuracies by their odds, seconds by their ratio."""
+        if run.failed is not None or run.values == values:
+            return run
+        there, here = self.forest.predict([self.features(family, v) for v in (run.values, values)])
+        *odds, seconds = np.array(self.figures(run)) + here - there
+        means = tuple(float(1 / (1 + math.exp(-o))) for o in odds)
+        longer = math.exp(seconds) / run.seconds[-1]
+        return Run(dict(values), means, tuple(s * longer for s in run.seconds))
 
 
 class Searcher(Protocol):
@@ -157,7 +214,7 @@ def simulate(searcher: Searcher, recording: Recording, *, workers: int, budget: 
     def begin(now: float) -> None:
         if (asked := searcher.ask()) is not None:
             trace.families.append(asked[0])
-            runs.append(recording.nearest(*asked))
+            runs.append(recording.run(*asked))
             begun[len(runs) - 1] = now
             wait(len(runs) - 1, 1)
 

@@ -9,9 +9,13 @@ driver's resident memory grows a trial. Their trial is a toy of 25 lines that tr
 
 `quality` searches recorded runs in virtual time (see `_recorded.py`; `digits.py curves` records them). Random search is
 DomainBed's: 20 whole trials, families and values at random. B is the device-seconds it takes and v* the value it ends
-with (the best of its whole trials), both medians over seeds. Every other search runs until B device-seconds are used, and
+with (the best of its whole trials), both medians over seeds. Every other search runs until B device-seconds are used;
 its cost is the share of B until a trial that ran to its end has v*. Paired: the same within a seed, against the random
 search of that seed. Device-seconds are all trials' seconds, unfinished ones' too.
+
+    python scripts/benchmarks/engine.py --curves CURVES --pack scripts/benchmarks/digits_curves.jsonl.gz
+
+keeps of a recording what a search can see.
 """
 
 import argparse
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _recorded import Recording, Trace, bare_study, quantiles, read_curves, search, searchers
+from _recorded import Recording, Trace, bare_study, quantiles, read_curves, search, searchers, write_curves
 from rich.progress import track
 
 from dgsearch.search.engine import Assignment, Engine, FoldSearch, Outcome, Report
@@ -39,6 +43,7 @@ from dgsearch.search_space import read_space
 from dgsearch.train import Evaluation, evaluation_steps
 
 PARTS = ("overhead", "ask", "memory", "quality")
+BETWEEN = ("nearest", "trend")
 NETWORK = "small_cnn"
 STEPS = 20  # of a toy trial: as many evaluations
 LIMITS = {"overhead": 0.35, "ask": 0.15, "memory": 100.0, "quality": 0.4}
@@ -86,7 +91,9 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     if writer is not None:
                         writer.poke()
 
-                run_ray(Engine(study, space, trials=options.ray_trials, on_event=event), Toy(level=True), max_concurrent=2)
+                run_ray(
+                    Engine(study, space, trials=options.ray_trials, on_event=event), Toy(level=True), max_concurrent=2
+                )
             warm = len(ends) // 4
             found[f"seconds_tracking_{name}"] = (ends[-1][0] - ends[warm][0]) / (len(ends) - 1 - warm)
             found[f"kb_tracking_{name}"] = growth([memory for _, memory in ends[warm:]])
@@ -161,8 +168,12 @@ def _one(recording: Recording, name: str, seed: int, workers: int, trials: int, 
 
 def quality(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return what each search costs until it has what random search ends with."""
-    recording = Recording(read_curves(options.curves), read_space(options.space, network=NETWORK))
+    lines = read_curves(options.curves)
+    sizes = {line["values"]["training.batch_size"] for line in lines}  # one, if it was not searched
+    space = read_space(options.space, network=NETWORK, batch_size=sizes.pop() if len(sizes) == 1 else None)
+    recording = Recording(lines, space, between=options.between)
     found: dict[str, Any] = {"curves": options.curves.name, "runs": sum(map(len, recording.runs.values()))}
+    found["between"] = options.between
     found |= {"seeds": options.seeds, "random_trials": options.random_trials, "best_recorded": recording.best()}
     with contextlib.ExitStack() as stack:
         if options.processes > 1:
@@ -213,43 +224,55 @@ def summary(traces: list[Trace], random: list[Trace], value: float, budget: floa
 
 def told(part: str, found: dict[str, Any]) -> str:
     """Return a part's figures as text."""
+    limit = f"required: at most {LIMITS[part]:g}"
     if part == "overhead":
         return "\n".join(
-            f"overhead, MLflow {name}: {found[f'seconds_tracking_{name}']:.3f} s a trial of {STEPS} reports at two workers "
-            f"(required: {LIMITS[part]:g}); driver {found[f'kb_tracking_{name}']:+.0f} KB a trial"
+            f"overhead, MLflow {name}: {found[f'seconds_tracking_{name}']:.3f} s a trial of {STEPS} reports, 2 workers "
+            f"({limit}); driver {found[f'kb_tracking_{name}']:+.0f} KB a trial"
             for name in ("off", "on")
         )
     if part == "ask":
-        grown = ", ".join(f"{1000 * s:.0f} ms at {n}" for n, s in found["seconds_by_trials"].items())
+        grown = ", ".join(f"{s:.3f} s at {n}" for n, s in found["seconds_by_trials"].items())
         return (
-            f"ask and suggest: {grown} trials (required: {1000 * LIMITS[part]:.0f} ms at 2000); of the last 100, 95 % below "
-            f"{1000 * found['seconds_last_95']:.0f} ms, CPU {1000 * found['cpu_seconds_last']:.0f} ms; the whole search "
+            f"ask and suggest: {grown} trials ({limit} at 2000); of the last 100, 95 % below "
+            f"{found['seconds_last_95']:.3f} s, CPU {found['cpu_seconds_last']:.3f} s; the whole search "
             f"{found['seconds_all']:.0f} s"
         )
     if part == "memory":
         return (
             f"driver: {found['kb_a_trial']:+.1f} KB a trial of {STEPS} reports, from trial {found['from_trial']} to "
-            f"{found['trials']} (required: at most {LIMITS[part]:g})"
+            f"{found['trials']} ({limit})"
         )
-    lines = [f"{found['runs']} recorded runs, {found['seeds']} seeds, best recorded {found['best_recorded']:.4f}"]
+    heads = ["search", "share of B until v*", "paired", "v* in any trial", "had v* by B", "best at .25, .4, .5, 1 B"]
+    heads += ["trials (complete)", "families tried"]
+    lines = [
+        f"{found['runs']} runs ({found['between']}), {found['seeds']} seeds, best run {found['best_recorded']:.4f}"
+    ]
     for key, at in found.items():
         if not key.startswith("workers_"):
             continue
+        rows = [heads, ["---"] * len(heads)]
+        for name, row in at["searches"].items():
+            cells = [name, *(_percent(row[k]) for k in ("share", "share_paired", "share_any_trial"))]
+            cells += [f"{row['reached']:.0%}", " ".join(f"{q['median']:.4f}" for q in row["best_at"].values())]
+            cells += [f"{row['trials']['median']:.0f} ({row['complete']['median']:.0f})"]
+            rows.append([*cells, f"{row['fewest_families']} of {row['families']}"])
         lines += [
             f"{key.removeprefix('workers_')} workers: random search's {found['random_trials']} trials take B = "
-            f"{at['device_seconds']:.0f} device-seconds and end with v* = {at['value']:.4f}",
+            f"{at['device_seconds']:.0f} device-seconds and end with v* = {at['value']:.4f}; dgsearch is required "
+            f"to have it by {LIMITS[part]:.0%} of B, and before stock",
             "",
-            "| search | share of B until v* | paired | v* in any trial | had v* by B | best at .25, .4, .5, 1 B "
-            "| trials (complete) | families tried |",
-            "|---|---|---|---|---|---|---|---|",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
         ]
-        for name, row in at["searches"].items():
-            bests = " ".join(f"{q['median']:.4f}" for q in row["best_at"].values())
-            cells = [name, *(_percent(row[k]) for k in ("share", "share_paired", "share_any_trial"))]
-            cells += [f"{row['reached']:.0%}", bests, f"{row['trials']['median']:.0f} ({row['complete']['median']:.0f})"]
-            lines.append("| " + " | ".join([*cells, f"{row['fewest_families']} of {row['families']}"]) + " |")
-        lines.append("")
     return "\n".join(lines)
+
+
+def _finite(found: Any) -> Any:
+    """Return figures with none for what is infinite: JSON has no such number."""
+    if isinstance(found, dict):
+        return {key: _finite(value) for key, value in found.items()}
+    return None if isinstance(found, float) and math.isinf(found) else found
 
 
 def _percent(q: dict[str, float]) -> str:
@@ -264,14 +287,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ray-trials", type=int, default=80, help="of overhead")
     parser.add_argument("--curves", type=Path, default=Path(__file__).with_name("digits_curves.jsonl.gz"))
     parser.add_argument("--space", default="methods", help="of the recording")
+    parser.add_argument("--between", choices=BETWEEN, default="nearest", help="what unrecorded values give")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--random-trials", type=int, default=20)
     parser.add_argument("--workers", type=int, nargs="+", default=[2], help="of quality")
     parser.add_argument("--processes", type=int, default=1, help="that quality's seeds are shared among")
+    parser.add_argument("--pack", type=Path, help="write the recording to this file, and end")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    if options.pack:
+        write_curves(options.pack, read_curves(options.curves))
+        return
     measure: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
         "overhead": overhead, "ask": ask, "memory": memory, "quality": quality,
     }  # fmt: skip
@@ -282,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
             found[part] = measure[part](options, Path(folder)) | {"load": load}
         print(told(part, found[part]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(_finite(found), indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":
