@@ -108,13 +108,6 @@ def rungs(steps: int) -> list[int]:
     return sorted(found - {steps})
 
 
-def _fixing(fixed: dict[str, Any], sampler: optuna.samplers.BaseSampler) -> optuna.samplers.BaseSampler:
-    """Return a sampler that draws all but some parameters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.PartialFixedSampler(fixed, sampler)
-
-
 @dataclass
 class _Running:
     """A trial in the engine's hands."""
@@ -182,7 +175,7 @@ class FoldSearch:
             running = _Running(
                 record,
                 optuna.Trial(self.optuna, frozen._trial_id),
-                self._drawn(record.family, frozen.params, optuna.samplers.RandomSampler()) if modelled else None,
+                self._drawn(record.family, record.number, frozen.params) if modelled else None,
                 {e.step: e for e in record.evaluations},
                 set(frozen.intermediate_values),
             )
@@ -216,7 +209,7 @@ class FoldSearch:
     def _begin(self) -> _Running:
         number = len(self.optuna.get_trials(deepcopy=False))
         fixed = self._fixed()
-        self.optuna.sampler = self._sampler(number, fixed or {}, startup=SAMPLER_STARTUP)
+        self.optuna.sampler = self._sampler(number, fixed)
         trial = self.optuna.ask()
         assert trial.number == number
         drawn = None
@@ -224,8 +217,8 @@ class FoldSearch:
             family, recipe = self._baseline, self.space.default_recipe()
         else:
             family = trial.suggest_categorical("family", self.space.family_names)
-            drawn = self._drawn(family, fixed, self._sampler(number, {}, startup=FIELDS_STARTUP, joint=True))
-            self.optuna.sampler = _fixing(drawn.params, optuna.samplers.RandomSampler())
+            drawn = self._drawn(family, number, fixed)
+            self.optuna.sampler = self._sampler(number, drawn.params)
             family, recipe = self.space.suggest(trial)
         recipe = recipe.resolve(self.space.network)
         default = len(self.families) < self._defaults
@@ -253,10 +246,10 @@ class FoldSearch:
         self.running[number] = running = _Running(record, trial, drawn)
         return running
 
-    def _drawn(self, family: str, fixed: dict[str, Any], sampler: optuna.samplers.BaseSampler) -> optuna.Trial:
+    def _drawn(self, family: str, number: int, fixed: dict[str, Any]) -> optuna.Trial:
         """Return a trial of a family's model, all its fields drawn."""
         model = self.models[family]
-        model.sampler = _fixing(fixed | {"family": family}, sampler)
+        model.sampler = self._sampler(number, fixed | {"family": family}, joint=True)
         drawn = model.ask()
         self.space.suggest(drawn)
         return drawn
@@ -287,16 +280,20 @@ class FoldSearch:
         return {"family": least} if self.families.count(least) < FLOOR else {}
 
     def _sampler(
-        self, number: int, fixed: dict[str, Any], *, startup: int, joint: bool = False
+        self, number: int, fixed: dict[str, Any] | None, *, joint: bool = False
     ) -> optuna.samplers.BaseSampler:
-        """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it."""
+        """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it.
+
+        ``joint`` is of a family's fields, and not of the family.
+        """
         seed = seed_of(self.study.specification.seed, *self.fold.sources, number) % 2**32
+        startup = FIELDS_STARTUP if joint else SAMPLER_STARTUP
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=startup, multivariate=joint, group=joint, constant_liar=True
             )
-        return _fixing(fixed, sampler)
+            return optuna.samplers.PartialFixedSampler(fixed, sampler) if fixed else sampler
 
     # -- report
 
