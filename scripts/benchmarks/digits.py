@@ -9,6 +9,7 @@ are not run again, so an interrupted call goes on. Each run has one thread; seco
 """
 
 import argparse
+import json
 import math
 import statistics
 import time
