@@ -50,7 +50,9 @@ RUNGS = (0.1, 0.3)  # shares of a trial's steps at which it may be stopped
 REDUCTION = 3  # one in three goes on at each rung
 FLOOR = 3  # trials a family has before the sampler chooses freely
 SAMPLERS = ("tpe", "random")
-SAMPLER_STARTUP = 10  # trials before the sampler models anything
+SAMPLER_STARTUP = 10  # trials of a fold before the sampler models its families
+FIELDS_STARTUP = 1  # trials of a family before the sampler models its fields: from its published defaults on
+REDRAWS = 100  # of a family, until one that is not given up
 OUT_OF_MEMORY = "out of memory"
 
 Report = Callable[[Evaluation], None]
@@ -163,20 +165,20 @@ class _Running:
 
     record: TrialRecord
     trial: optuna.Trial
+    drawn: optuna.Trial | None = None  # the same in its family's model; none for a baseline outside the space
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
 
 
 class _AmongRemaining(optuna.samplers.BaseSampler):
-    """A sampler whose families given up are drawn no more: another is, uniformly, in the place of one.
+    """A sampler whose families given up are drawn no more: a draw of one is drawn again.
 
     A categorical parameter keeps its choices for as long as an Optuna study lasts, so they can't be taken out.
     """
 
-    def __init__(self, sampler: optuna.samplers.BaseSampler, remaining: Sequence[str], *, seed: int) -> None:
+    def __init__(self, sampler: optuna.samplers.BaseSampler, remaining: Sequence[str]) -> None:
         self.sampler = sampler
         self.remaining = remaining
-        self.seed = seed
 
     def infer_relative_search_space(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
         return self.sampler.infer_relative_search_space(study, trial)
@@ -184,15 +186,16 @@ class _AmongRemaining(optuna.samplers.BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial, search_space: dict[str, Any]
     ) -> dict[str, Any]:
-        found = self.sampler.sample_relative(study, trial, search_space)
-        return {k: v for k, v in found.items() if k != "family" or v in self.remaining}
+        return self.sampler.sample_relative(study, trial, search_space)
 
     def sample_independent(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial, param_name: str, param_distribution: Any
     ) -> Any:
-        if param_name == "family":
-            return self.remaining[seed_of(self.seed, "family") % len(self.remaining)]
-        return self.sampler.sample_independent(study, trial, param_name, param_distribution)
+        for _ in range(REDRAWS):
+            found = self.sampler.sample_independent(study, trial, param_name, param_distribution)
+            if param_name != "family" or found in self.remaining:
+                return found
+        return self.remaining[0]
 
 
 class FoldSearch:
@@ -248,6 +251,9 @@ class FoldSearch:
             raise ValueError(f"the journal {journal} is damaged: {error}") from None
         self.families: list[str] = []  # of the trials begun, in order
         self.failures: list[str] = []  # the families of the trials that failed
+        # A family's trials alone, in memory: what its fields are drawn from. In one model of all families, a weak
+        # family has no good trials to learn from, and each ask would model every family's fields.
+        self.models = {name: optuna.create_study(direction="maximize") for name in space.family_names}
         self.unfinished: deque[_Running] = deque()
         self._adopt()
         self._retain([t for t in study.trials(fold.number) if t.result])
@@ -264,11 +270,15 @@ class FoldSearch:
                 continue
             record = self.study.trial(self.fold.number, frozen.number)
             self._count(record)
+            modelled = bool(frozen.params)
             if frozen.state != TrialState.RUNNING:
+                if modelled:
+                    self.models[record.family].add_trial(frozen)
                 continue
             running = _Running(
                 record,
                 optuna.Trial(self.optuna, frozen._trial_id),
+                self._drawn(record.family, frozen.params) if modelled else None,
                 {e.step: e for e in record.evaluations},
                 set(frozen.intermediate_values),
             )
@@ -318,9 +328,13 @@ class FoldSearch:
         self.optuna.sampler = self._sampler(fixed)
         trial = self.optuna.ask()
         assert trial.number == number
+        drawn = None
         if fixed is None:
             family, recipe = self._baseline, self.space.default_recipe()
         else:
+            family = trial.suggest_categorical("family", self.space.family_names)
+            drawn = self._drawn(family, fixed)
+            self.optuna.sampler = self._sampler(drawn.params)
             family, recipe = self.space.suggest(trial)
         recipe = recipe.resolve(self.space.network)
         default = len(self.families) < self._defaults
@@ -346,8 +360,16 @@ class FoldSearch:
         )
         record = TrialRecord(self.fold.number, number, family, encode(recipe), default, folder, queued=queued)
         self._count(record)
-        self.running[number] = running = _Running(record, trial)
+        self.running[number] = running = _Running(record, trial, drawn)
         return running
+
+    def _drawn(self, family: str, fixed: dict[str, Any]) -> optuna.Trial:
+        """Return a trial of a family's model, all its fields drawn."""
+        model = self.models[family]
+        model.sampler = self._sampler(fixed | {"family": family}, joint=True)
+        drawn = model.ask()
+        self.space.suggest(drawn)
+        return drawn
 
     @property
     def _order(self) -> list[str]:
@@ -404,25 +426,27 @@ class FoldSearch:
         least = min(remaining, key=self.families.count)
         return None, {"family": least} if self.families.count(least) < self.floor else {}
 
-    def _sampler(self, fixed: dict[str, Any] | None) -> optuna.samplers.BaseSampler:
+    def _sampler(self, fixed: dict[str, Any] | None, *, joint: bool = False) -> optuna.samplers.BaseSampler:
         """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it.
 
-        Its seed counts the trials begun, so that one in the place of a trial that never began is the same.
+        Its seed counts the trials begun, so that one in the place of a trial that never began is the same. ``joint``
+        is of a family's fields, and not of the family.
         """
         seed = seed_of(self.study.specification.seed, *self.fold.sources, len(self.families)) % 2**32
+        startup = FIELDS_STARTUP if joint else SAMPLER_STARTUP
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler: optuna.samplers.BaseSampler = (
                 optuna.samplers.RandomSampler(seed=seed)
                 if self.sampler == "random"
                 else optuna.samplers.TPESampler(
-                    seed=seed, n_startup_trials=SAMPLER_STARTUP, multivariate=True, group=True, constant_liar=True
+                    seed=seed, n_startup_trials=startup, multivariate=joint, group=joint, constant_liar=True
                 )
             )
             if fixed:
                 return optuna.samplers.PartialFixedSampler(fixed, sampler)
             remaining = self.remaining
-            return sampler if len(remaining) == len(self._order) else _AmongRemaining(sampler, remaining, seed=seed)
+            return sampler if joint or len(remaining) == len(self._order) else _AmongRemaining(sampler, remaining)
 
     # -- report
 
@@ -502,6 +526,11 @@ class FoldSearch:
                 # place again: so a failed trial is one that was pruned at chance level.
                 trial.report(self.chance, max(running.evaluations, default=0) + 1)
             self.optuna.tell(trial, state=TrialState.PRUNED)
+        if (drawn := running.drawn) is not None:
+            ended = self.optuna.get_trials(deepcopy=False)[trial.number]
+            for step, value in ended.intermediate_values.items():
+                drawn.report(value, step)
+            self.models[running.record.family].tell(drawn, ended.value if state == "complete" else None, ended.state)
         del self.running[running.record.number]
 
 
