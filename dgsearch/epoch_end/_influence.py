@@ -277,7 +277,8 @@ def gauss_newton(model: nn.Module, x: Tensor, tree: Tree) -> Tree:
     at = {name: fixed[name] for name in tree}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's first jvp of a process warns of torch's own use of jit
-        logits, change = jvp(lambda some: logits_at(model, fixed | some, x), (at,), (tree,))
+        found = jvp(lambda some: logits_at(model, fixed | some, x), (at,), (tree,))
+    logits, change = found[0], found[1]
     p = logits.softmax(1)
     back = vjp(lambda some: logits_at(model, fixed | some, x), at)[1]
     return back(p * (change - (p * change).sum(1, keepdim=True)))[0]

@@ -1,7 +1,7 @@
 """Trains the families of a space on `digits` and keeps each run as a line of JSON: what they reach, and their curves.
 
     python scripts/benchmarks/digits.py table OUT --data data/digits [--space methods] [--seeds 3] [--steps 600]
-    python scripts/benchmarks/digits.py curves OUT --data data/digits [--space methods] [--runs 30] [--steps 200 …]
+    python scripts/benchmarks/digits.py curves OUT --data data/digits [--space methods] [--runs 30] [--steps 200]
 
 `table` trains every family at its defaults with several seeds, each domain held out in turn, and prints means and
 standard errors. `curves` trains draws from every family on one fold: the data of `engine.py`. Lines that OUT has already
@@ -9,7 +9,6 @@ are not run again, so an interrupted call goes on. Each run has one thread; seco
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -127,7 +126,8 @@ def table(lines: list[dict]) -> str:
             return f"{statistics.fmean(means):.3f} ± {error:.3f}"
 
         seconds = f"{statistics.fmean(line['seconds'] for line in mine):.0f}"
-        cells = [over_seeds("source", held_out), *(over_seeds("left_out", w) for w in (held_out, *([h] for h in held_out)))]
+        apart = [over_seeds("left_out", [name]) for name in held_out]
+        cells = [over_seeds("source", held_out), over_seeds("left_out", held_out), *apart]
         rows.append([family, *cells, seconds])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
