@@ -4,8 +4,8 @@
     python scripts/benchmarks/digits.py curves OUT --data data/digits [--space methods] [--runs 30] [--steps 200]
 
 `table` trains every family at its defaults with several seeds, each domain held out in turn, and prints means and
-standard errors. `curves` trains draws from every family on one fold: the data of `engine.py`. Lines that OUT has already
-are not run again, so an interrupted call goes on. Each run has one thread; seconds are CPU time.
+standard errors. `curves` trains draws from every family on one fold: the data of `engine.py`. Lines that OUT has
+already are not run again, so an interrupted call goes on. Each run has one thread; seconds are CPU time.
 """
 
 import argparse
@@ -119,15 +119,15 @@ def table(lines: list[dict]) -> str:
         seeds = sorted({line["seed"] for line in mine})
 
         def over_seeds(key: str, where: list[str], mine=mine, seeds=seeds) -> str:
-            means = [statistics.fmean(r[key] for r in mine if r["seed"] == s and r["held_out"] in where) for s in seeds]
+            means = [
+                statistics.fmean(r[key] for r in mine if r["seed"] == s and r["held_out"] in where) for s in seeds
+            ]
             error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
             return f"{statistics.fmean(means):.3f} ± {error:.3f}"
 
         seconds = f"{statistics.fmean(line['seconds'] for line in mine):.0f}"
-        cells = [
-            over_seeds("source", held_out),
-            *(over_seeds("left_out", w) for w in (held_out, *([h] for h in held_out))),
-        ]
+        apart = [over_seeds("left_out", [name]) for name in held_out]
+        cells = [over_seeds("source", held_out), over_seeds("left_out", held_out), *apart]
         rows.append([family, *cells, seconds])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
