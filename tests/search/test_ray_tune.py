@@ -58,6 +58,7 @@ def main(path: Path) -> None:
     print("whole")
 
 
+@pytest.mark.slow
 def test_memory_is_tried_again_on_a_whole_gpu_and_a_fault_of_the_record_ends_the_run(tmp_path):
     """In a process of its own: Ray leaves processes to its process's end."""
     command = [sys.executable, __file__, str(tmp_path)]
