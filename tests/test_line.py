@@ -358,3 +358,38 @@ def test_hours_end_a_search_and_the_plan_says_what_is_left(data, tmp_path, here)
     trial = weights[0].parent.parent / "trial.json"
     here("train", trial, "--data", data, "--save", weights[0])
     assert weights[0].is_file()
+
+
+def test_the_fold_to_deploy_goes_the_whole_line(data, tmp_path, here):
+    study = tmp_path / "s"
+    options = search_options(data, study, executor="local", targets="photo", trials=1, floor=2, sampler="random")
+    here(*options, "--deploy")
+    plan = json.loads((study / "plan.json").read_text())
+    assert (plan["trials"], plan["floor"], plan["sampler"]) == (1, 2, "random")
+    folds = json.loads(here("select", study, "--json")[0])["folds"]
+    assert [(f["held_out"], f["sources"]) for f in folds] == [
+        (["photo"], ["art", "cartoon", "sketch"]),
+        ([], list(DOMAINS)),
+    ]
+    figures = [f["target_accuracy"] for f in json.loads(here("evaluate", study, "--json")[0])["folds"]]
+    assert figures[0] is not None and figures[1] is None
+    openings = [json.loads(line)["domain"] for line in (study / "openings.jsonl").read_text().splitlines()]
+    assert openings == ["photo"]
+    _, err = here(*search_options(data, study, executor="local", targets="photo", trials=1), code=2)
+    assert "is of another search (folds: photo held out of art, cartoon, sketch; none held out of art" in err
+    _, err = here(*options, "--deploy", "--warm-start", tmp_path / "nowhere", code=2)
+    assert f"no study at {tmp_path / 'nowhere'}" in err
+
+
+def test_a_search_whose_every_trial_fails_ends_early_with_exit_1(data, tmp_path, here, monkeypatch):
+    from dgsearch.search import trial
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(trial, "run_trial", broken)
+    study = tmp_path / "s"
+    _, err = here(*search_options(data, study, executor="local", targets="photo", trials=9), code=1)
+    assert len(Study.open(study).trials(0)) == 2
+    assert [line.split("family ")[1].split()[0] for line in err.splitlines() if "GIVEN UP" in line] == ["erm", "coral"]
+    assert "error: every trial of a fold failed, the first with: RuntimeError: no such thing" in err
