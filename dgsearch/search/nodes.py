@@ -134,7 +134,7 @@ def _cordon(node: str, resources: dict[str, float]) -> Any:
     return ray.remote(Cordon).options(**held, scheduling_strategy=on).remote()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Node:
     """A node with room for trials. It counts once it has been seen to have what they need."""
 

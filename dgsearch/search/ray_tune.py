@@ -148,7 +148,7 @@ def _check_address(address: str) -> None:
     if address in ("local", "auto"):
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or "//" in host or not port.isdigit():
         raise ValueError(f"--address must be local, auto or HOST:PORT, not {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()

@@ -119,9 +119,7 @@ def table(lines: list[dict]) -> str:
         seeds = sorted({line["seed"] for line in mine})
 
         def over_seeds(key: str, where: list[str], mine=mine, seeds=seeds) -> str:
-            means = [
-                statistics.fmean(r[key] for r in mine if r["seed"] == s and r["held_out"] in where) for s in seeds
-            ]
+            means = [statistics.fmean(r[key] for r in mine if r["seed"] == s and r["held_out"] in where) for s in seeds]
             error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
             return f"{statistics.fmean(means):.3f} ± {error:.3f}"
 
