@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -304,7 +305,9 @@ class Stock:
     def ask(self) -> tuple[str, dict[str, Any]] | None:
         trial = SimpleNamespace(trial_id=f"{len(self.trials):05d}", last_result={})
         self.trials.append(trial)
-        config = self.search.suggest(trial.trial_id)
+        with warnings.catch_warnings():  # that drawing was slow: a busy machine, here
+            warnings.filterwarnings("ignore", "Define-by-run function passed", UserWarning)
+            config = self.search.suggest(trial.trial_id)
         self.scheduler.on_trial_add(None, trial)
         return drawn(self.space, optuna.trial.FixedTrial(config))
 
