@@ -113,6 +113,28 @@ def driver(session: Path) -> str:
     return "another process"
 
 
+def holder(sessions: Path) -> dict[str, Any] | None:
+    """Return the host and pid of the driver at work, as far as one look shows, or None.
+
+    A driver on another machine counts for a minute after its last heartbeat, by this machine's clock.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        file = sessions / name(max(numbers(sessions), default=0)) / "driver.json"
+        found = json.loads(file.read_text())
+        if _lives(found) if _is_here(found) else time.time() - file.stat().st_mtime < SILENCE:
+            return {"host": found["host"], "pid": found["pid"]}
+    return None
+
+
+def _is_here(found: dict[str, Any]) -> bool:
+    return (found.get("host"), found.get("machine")) == (socket.gethostname(), _machine())
+
+
+def _lives(found: dict[str, Any]) -> bool:
+    started = _started(found["pid"])
+    return started is not None and started == found["started"]
+
+
 def _is_driven(file: Path, waiting: Callable[[str], None]) -> bool:
     beat = _last_beat(file)
     if beat is None:
@@ -123,9 +145,8 @@ def _is_driven(file: Path, waiting: Callable[[str], None]) -> bool:
         found = {}
     except FileNotFoundError:
         return False
-    if (found.get("host"), found.get("machine")) == (socket.gethostname(), _machine()):
-        started = _started(found["pid"])
-        return started is not None and started == found["started"]
+    if _is_here(found):
+        return _lives(found)
     waiting(driver(file.parent))
     began = time.monotonic()
     while time.monotonic() - began < SILENCE:

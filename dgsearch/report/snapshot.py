@@ -1,22 +1,18 @@
 """What a study's directory says of its search at a moment, read again and again at little cost."""
 
 import contextlib
-import json
 import os
-import socket
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dgsearch.lease import holder
 from dgsearch.search.budget import Budget, Spent, spent
 from dgsearch.search.engine import rungs
 from dgsearch.search.retention import LOG
 from dgsearch.study import STATES, Fold, Study, TrialRecord
-
-SILENCE = 60.0  # seconds without a sign of life after which a driver on another machine counts as gone
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,12 @@ class Reader:
         trials = tuple(self._trials[key] for key in sorted(self._trials))
         begun = bool(self.study.planned)
         return Snapshot(
-            self.study.folds, Course.of(self.study), trials, spent(self.study), driver(self.study.path), begun
+            self.study.folds,
+            Course.of(self.study),
+            trials,
+            spent(self.study),
+            holder(self.study.path / "sessions"),
+            begun,
         )
 
     def _begun(self, fold: int) -> list[int]:
@@ -150,32 +151,6 @@ def _size(file: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return file.stat().st_size
     return 0
-
-
-def driver(study: Path) -> dict[str, Any] | None:
-    """Return the host and process that search a study now, as far as can be seen from here, or None.
-
-    A process of this machine is looked up. One elsewhere counts while its file is touched, by this machine's clock.
-    """
-    sessions = sorted(p for p in (study / "sessions").glob("*") if p.name.isdigit())
-    for file in (*(s / "driver.json" for s in sessions[-1:]), study / "driver.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(file.read_text())
-            host, pid = str(found["host"]), int(found["pid"])
-            here = host == socket.gethostname()
-            if _runs(pid) if here else time.time() - file.stat().st_mtime < SILENCE:
-                return {"host": host, "pid": pid}
-    return None
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 def counts(trials: Iterable[Seen]) -> dict[str, Any]:

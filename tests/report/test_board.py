@@ -9,11 +9,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from dgsearch import lease
 from dgsearch.recipe import Recipe, encode
 from dgsearch.report import progress
 from dgsearch.report.board import as_data, render_board
 from dgsearch.report.progress import LiveBoard, TrialLines, changes, follow, watching
-from dgsearch.report.snapshot import Reader, driver
+from dgsearch.report.snapshot import Reader
 from dgsearch.study import Fold, Specification, Study, append_line, write_json
 
 PLAN = {
@@ -50,8 +51,18 @@ def session(study, number=1, **values):
     write_json(study.path / "sessions" / f"{number:04d}" / "session.json", record | values)
 
 
+def held(study):
+    return study.path / "sessions" / "0001" / "driver.json"
+
+
 def drive(study, *, pid=None, host=None):
-    write_json(study.path / "driver.json", {"pid": pid or os.getpid(), "host": host or socket.gethostname()})
+    pid = pid or os.getpid()
+    here = {"machine": lease._machine(), "started": lease._started(pid) or "never"}
+    write_json(held(study), {"pid": pid, "host": host or socket.gethostname()} | here)
+
+
+def driver(study):
+    return lease.holder(study.path / "sessions")
 
 
 def fill(study):
@@ -142,17 +153,17 @@ def test_trials_that_ended_are_read_once_and_others_when_they_change(study, monk
 
 
 def test_who_searches(study):
-    assert driver(study.path) is None
+    assert driver(study) is None
     drive(study)
-    assert driver(study.path) == {"host": socket.gethostname(), "pid": os.getpid()}
+    assert driver(study) == {"host": socket.gethostname(), "pid": os.getpid()}
     drive(study, pid=2**22 + 1)  # no process has that number
-    assert driver(study.path) is None
+    assert driver(study) is None
     drive(study, host="elsewhere")
-    assert driver(study.path) == {"host": "elsewhere", "pid": os.getpid()}
-    os.utime(study.path / "driver.json", (0, 0))
-    assert driver(study.path) is None
-    (study.path / "driver.json").write_text("{")
-    assert driver(study.path) is None
+    assert driver(study) == {"host": "elsewhere", "pid": os.getpid()}
+    os.utime(held(study), (0, 0))
+    assert driver(study) is None
+    held(study).write_text("{")
+    assert driver(study) is None
 
 
 def test_following_ends_when_nobody_drives(study, monkeypatch):
@@ -165,7 +176,7 @@ def test_following_ends_when_nobody_drives(study, monkeypatch):
         if len(waits) == 2:
             trial(study, 1, 0, default=True, steps=(30,))
         elif len(waits) == 4:
-            (study.path / "driver.json").unlink()
+            held(study).unlink()
 
     monkeypatch.setattr(progress.time, "sleep", wait)
     seen = list(changes(study))
