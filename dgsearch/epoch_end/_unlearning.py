@@ -57,22 +57,17 @@ class Unlearning(Component):
         known_or_raise("scope", self.scope, ("classifier", "network"))
         known_or_raise("inverse", self.inverse, ("kronecker", "exact"))
         known_or_raise("parts", self.parts, ("both", "set", "channels"))
-        damping, iterations = self.solver
-        if not (damping > 0 and self.alpha > 0):
-            raise ValueError(f"damping and alpha must be above 0, not {damping} and {self.alpha}")
+        damping, iterations = (1e-3, 20) if self.scope == "classifier" else (1.0, 5)
+        for field, default in (("damping", damping), ("iterations", iterations)):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, default)  # a recipe is stored as it runs
+        assert self.damping is not None and self.iterations is not None
+        if not (self.damping > 0 and self.alpha > 0):
+            raise ValueError(f"damping and alpha must be above 0, not {self.damping} and {self.alpha}")
         if not (0 <= self.max_share <= 1 and 0 <= self.every <= 1):
             raise ValueError(f"max_share and every must lie in [0, 1], not {self.max_share} and {self.every}")
-        if min(self.clip, self.ascent, iterations) < 0:
+        if min(self.clip, self.ascent, self.iterations) < 0:
             raise ValueError("clip, ascent and iterations must not be negative")
-
-    @property
-    def solver(self) -> tuple[float, int]:
-        """Damping and iterations, as given or the scope's."""
-        damping, iterations = (1e-3, 20) if self.scope == "classifier" else (1.0, 5)
-        return (
-            damping if self.damping is None else self.damping,
-            iterations if self.iterations is None else self.iterations,
-        )
 
 
 def utility(gain: Tensor, complexity: Tensor, *, alpha: float) -> Tensor:
@@ -177,7 +172,8 @@ class UnlearningIntervention:
     def score(self, end: EpochEnd, seen: Outputs) -> Tensor:
         """Return U [N] of the training examples."""
         options = self.options
-        damping, iterations = options.solver
+        assert options.damping is not None and options.iterations is not None
+        damping, iterations = options.damping, options.iterations
         if options.scope == "classifier":
             guide = outputs(end.model, end.guide)
             exact = options.inverse == "exact"

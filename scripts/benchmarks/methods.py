@@ -134,7 +134,7 @@ def epoch_figures(setting: Setting, repeats: int, scopes: list[str]) -> dict[str
             setting.step(optimizer, none, k)
 
     def ending(scope: str) -> Callable[[int], None]:
-        end = dataclasses.replace(SLOTS["epoch_end"]["iu"](), scope=scope).build(seed=0)
+        end = SLOTS["epoch_end"]["iu"](scope=scope).build(seed=0)
         return lambda n: end(EpochEnd(setting.model, setting.objective, optimizer, train, guide, Progress(n + 1, 1000)))
 
     return timed({"erm epoch": epoch, **{f"iu {scope}": ending(scope) for scope in scopes}}, repeats)

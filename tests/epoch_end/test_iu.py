@@ -157,8 +157,8 @@ def test_what_is_unlearned_is_mislabelled_and_the_literal_sign_would_take_the_ot
     if scope == "classifier":
         gain, complexity = classifier_scores(seen, outputs(model, guide), damping=1e-3)
     else:
-        damping, iterations = Iu(scope="network").solver
-        options = {"damping": damping, "iterations": iterations, "chance": torch.Generator().manual_seed(0)}
+        iu = Iu(scope="network")
+        options = {"damping": iu.damping, "iterations": iu.iterations, "chance": torch.Generator().manual_seed(0)}
         gain, complexity = network_scores(model, train, guide, seen, **options)
 
     def share(sign):
