@@ -31,9 +31,9 @@ class Unlearning(Component):
     the ascent's gradient in norms of the last training gradient, ``max_share`` of the share unlearned,
     ``damping`` a factor of H's mean diagonal, ``every`` the share of training between edits (0: an epoch).
     ``scope`` says over which parameters examples are scored, ``inverse`` how over the classifier's, and
-    ``iterations`` are those of conjugate gradients; these and ``damping`` have a default a scope, since mislabelled
-    examples stand out over the whole network only where H is damped much. For the ablation ``parts`` leaves one
-    half out: ``set`` unlearns in all parameters, ``channels`` unlearns every example.
+    ``iterations`` are those of conjugate gradients; ``network_damping`` and ``network_iterations`` are the network
+    scope's, where mislabelled examples stand out only if H is damped much. For the ablation ``parts`` leaves one half
+    out: ``set`` unlearns in all parameters, ``channels`` unlearns every example.
     """
 
     alpha: Annotated[float, Float(0.25, 2)] = 1.0
@@ -42,11 +42,13 @@ class Unlearning(Component):
     statistic: Annotated[str, Choice(("variance", "mean", "both"))] = "variance"
     clip: float = 1.0
     max_share: float = 0.1
-    damping: float | None = None  # 1e-3 for the classifier, 1 for the network
+    damping: float = 1e-3
+    network_damping: float = 1.0
     every: float = 0.1
     scope: str = "classifier"
     inverse: str = "kronecker"
-    iterations: int | None = None  # 20 for the classifier, 5 for the network
+    iterations: int = 20
+    network_iterations: int = 5
     parts: str = "both"
 
     needs_guide: ClassVar[bool] = True
@@ -57,16 +59,13 @@ class Unlearning(Component):
         known_or_raise("scope", self.scope, ("classifier", "network"))
         known_or_raise("inverse", self.inverse, ("kronecker", "exact"))
         known_or_raise("parts", self.parts, ("both", "set", "channels"))
-        damping, iterations = (1e-3, 20) if self.scope == "classifier" else (1.0, 5)
-        for field, default in (("damping", damping), ("iterations", iterations)):
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, default)  # a recipe is stored as it runs
-        assert self.damping is not None and self.iterations is not None
-        if not (self.damping > 0 and self.alpha > 0):
-            raise ValueError(f"damping and alpha must be above 0, not {self.damping} and {self.alpha}")
+        if not (self.damping > 0 and self.network_damping > 0 and self.alpha > 0):
+            raise ValueError(
+                f"damping and alpha must be above 0, not {self.damping}, {self.network_damping} and {self.alpha}"
+            )
         if not (0 <= self.max_share <= 1 and 0 <= self.every <= 1):
             raise ValueError(f"max_share and every must lie in [0, 1], not {self.max_share} and {self.every}")
-        if min(self.clip, self.ascent, self.iterations) < 0:
+        if min(self.clip, self.ascent, self.iterations, self.network_iterations) < 0:
             raise ValueError("clip, ascent and iterations must not be negative")
 
 
@@ -172,12 +171,10 @@ class UnlearningIntervention:
     def score(self, end: EpochEnd, seen: Outputs) -> Tensor:
         """Return U [N] of the training examples."""
         options = self.options
-        assert options.damping is not None and options.iterations is not None
-        damping, iterations = options.damping, options.iterations
         if options.scope == "classifier":
             guide = outputs(end.model, end.guide)
             exact = options.inverse == "exact"
-            found = classifier_scores(seen, guide, damping=damping, exact=exact, iterations=iterations)
+            found = classifier_scores(seen, guide, damping=options.damping, exact=exact, iterations=options.iterations)
         else:
             chance = generator(self.seed, "iu", end.progress.step)
             found = network_scores(
@@ -185,8 +182,8 @@ class UnlearningIntervention:
                 end.train,
                 end.guide,
                 seen,
-                damping=damping,
-                iterations=iterations,
+                damping=options.network_damping,
+                iterations=options.network_iterations,
                 chance=chance,
             )
         return utility(*found, alpha=options.alpha)

@@ -270,18 +270,20 @@ class FoldSearch:
                 continue
             record = self.study.trial(self.fold.number, frozen.number)
             self._count(record)
-            modelled = bool(frozen.params)
             if frozen.state != TrialState.RUNNING:
-                if modelled:
+                if frozen.params:
                     self.models[record.family].add_trial(frozen)
                 continue
-            running = _Running(
-                record,
-                optuna.Trial(self.optuna, frozen._trial_id),
-                self._drawn(record.family, frozen.params) if modelled else None,
-                {e.step: e for e in record.evaluations},
-                set(frozen.intermediate_values),
-            )
+            trial, drawn = optuna.Trial(self.optuna, frozen._trial_id), None
+            if record.family in self.models:
+                # By the record: a journal cut in half may lack the last parameter.
+                parameters = self.space.parameters_of(record.family, record.recipe)
+                assert parameters is not None and parameters["family"] == record.family
+                self.optuna.sampler = self._sampler(parameters)
+                self.space.suggest(trial)
+                drawn = self._drawn(record.family, parameters)
+            evaluations = {e.step: e for e in record.evaluations}
+            running = _Running(record, trial, drawn, evaluations, set(frozen.intermediate_values))
             self.running[record.number] = running
             if record.result:
                 self._tell(running, record.result["state"])

@@ -157,8 +157,11 @@ def test_what_is_unlearned_is_mislabelled_and_the_literal_sign_would_take_the_ot
     if scope == "classifier":
         gain, complexity = classifier_scores(seen, outputs(model, guide), damping=1e-3)
     else:
-        iu = Iu(scope="network")
-        options = {"damping": iu.damping, "iterations": iu.iterations, "chance": torch.Generator().manual_seed(0)}
+        options = {
+            "damping": Iu().network_damping,
+            "iterations": Iu().network_iterations,
+            "chance": torch.Generator().manual_seed(0),
+        }
         gain, complexity = network_scores(model, train, guide, seen, **options)
 
     def share(sign):
