@@ -78,6 +78,7 @@ def test_room():
     assert fits(64, 4, 0, 0.5) == 8
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_costs_no_trial_one_that_joins_gets_some_and_a_blind_one_none(tmp_path):
     cluster, study, gate = make_cluster(), tmp_path / "s", tmp_path / "gate"
     drivers = []
