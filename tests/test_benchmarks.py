@@ -157,7 +157,19 @@ def test_quality_runs_on_a_tiny_recording(tmp_path, capsys):
     space = tmp_path / "two.toml"
     space.write_text('[[family]]\nname = "erm"\n[[family]]\nname = "coral"\nobjective = "coral"\n')
     out = tmp_path / "found.json"
-    arguments = ["quality", "--curves", str(curves), "--space", str(space), "--seeds", "2", "--random-trials", "6"]
+    arguments = [
+        "quality",
+        "--curves",
+        str(curves),
+        "--space",
+        str(space),
+        "--seeds",
+        "2",
+        "--value-seeds",
+        "2",
+        "--random-trials",
+        "6",
+    ]
     benchmark.main([*arguments, "--json", str(out)])
     found = json.loads(out.read_text())["quality"]
     assert found["runs"] == 20

@@ -9,9 +9,10 @@ driver's resident memory grows a trial. Their trial is a toy of 25 lines that tr
 
 `quality` searches recorded runs in virtual time (see `_recorded.py`; `digits.py curves` records them). Random search is
 DomainBed's: 20 whole trials, families and values at random. B is the device-seconds it takes and v* the value it ends
-with (the best of its whole trials), both medians over seeds. Every other search runs until B device-seconds are used;
-its cost is the share of B until a trial that ran to its end has v*. Paired: the same within a seed, against the random
-search of that seed. Device-seconds are all trials' seconds, unfinished ones' too.
+with (the best of its whole trials), both medians over `--value-seeds` (over 20 seeds v* may fall on either side of what
+ERM's defaults reach). Every other search runs until B device-seconds are used; its cost is the share of B until a trial
+that ran to its end has v*. Paired: the same within a seed, against the random search of that seed. Device-seconds are
+all trials' seconds, unfinished ones' too.
 
     python scripts/benchmarks/engine.py --curves CURVES --pack scripts/benchmarks/digits_curves.jsonl.gz
 
@@ -174,7 +175,12 @@ def quality(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recording = Recording(lines, space, between=options.between)
     found: dict[str, Any] = {"curves": options.curves.name, "runs": sum(map(len, recording.runs.values()))}
     found["between"] = options.between
-    found |= {"seeds": options.seeds, "random_trials": options.random_trials, "best_recorded": recording.best()}
+    found |= {
+        "seeds": options.seeds,
+        "value_seeds": options.value_seeds,
+        "random_trials": options.random_trials,
+        "best_recorded": recording.best(),
+    }
     with contextlib.ExitStack() as stack:
         if options.processes > 1:
             pool = stack.enter_context(ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")))
@@ -182,19 +188,21 @@ def quality(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         else:
             run = map
 
-        def traces(name: str, workers: int, budget: float = math.inf) -> list[Trace]:
-            n = options.seeds
+        def traces(name: str, workers: int, n: int, budget: float = math.inf) -> list[Trace]:
             jobs = ([recording] * n, [name] * n, range(n), [workers] * n, [options.random_trials] * n, [budget] * n)
             return list(track(run(_one, *jobs), total=n, description=f"{name}, {workers} workers"))
 
         for workers in options.workers:
-            random = traces("random", workers)
+            random = traces("random", workers, max(options.seeds, options.value_seeds))
             value, budget = (statistics.median(v) for v in ([t.best() for t in random], [t.used for t in random]))
+            random = random[: options.seeds]
             rows = {"random": summary(random, random, value, budget, recording)}
             for name in searchers(recording, trials=options.random_trials):
                 if name != "random":
                     longest = max(budget, *(t.used for t in random))
-                    rows[name] = summary(traces(name, workers, longest), random, value, budget, recording)
+                    rows[name] = summary(
+                        traces(name, workers, options.seeds, longest), random, value, budget, recording
+                    )
             found[f"workers_{workers}"] = {"value": value, "device_seconds": budget, "searches": rows}
     return found
 
@@ -289,6 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--space", default="methods", help="of the recording")
     parser.add_argument("--between", choices=BETWEEN, default="nearest", help="what unrecorded values give")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--value-seeds", type=int, default=200, help="of random search, for v* and B")
     parser.add_argument("--random-trials", type=int, default=20)
     parser.add_argument("--workers", type=int, nargs="+", default=[2], help="of quality")
     parser.add_argument("--processes", type=int, default=1, help="that quality's seeds are shared among")
