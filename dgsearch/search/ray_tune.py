@@ -164,7 +164,7 @@ def _forwarded() -> dict[str, Any] | None:
 
 def _of_a_job(folder: Path) -> bool:
     """Whether a folder is in the copy that Ray makes of a job's working directory, and removes with the job."""
-    return "working_dir_files" in folder.resolve().parts
+    return "working_dir_files" in folder.absolute().parts
 
 
 def _one_line(error: Exception) -> str:
@@ -198,6 +198,8 @@ def run_ray(
             f"the study {engine.study.path} lies in Ray's copy of the job's working directory, which is removed with "
             "the job: give an absolute path on shared storage"
         )
+    if _of_a_job(Path()):
+        os.chdir(engine.study.path)  # the copy may be gone as soon as Ray is left, and work remains to be done
     ours = not ray.is_initialized()
     if ours:
         _check_address(address)

@@ -163,15 +163,31 @@ def test_trials_look_at_their_indexes_first_images_and_weights(images, tmp_path)
         replace(training, network="resnet18@/nowhere/w.pt").look([])
 
 
-def test_a_share_of_two_gpus_and_rays_own_protocol_are_refused(tmp_path):
+@pytest.fixture
+def engine(tmp_path):
     space = make_space()
-    engine = Engine(make_study(tmp_path / "s", space), space, trials=1)
+    return Engine(make_study(tmp_path / "s", space), space, trials=1)
+
+
+def test_a_share_of_two_gpus_and_rays_own_protocol_are_refused(engine):
     for options, message in (
         ({"gpus_per_trial": 1.5}, "a share of one GPU or whole GPUs, not 1.5"),
         ({"address": "ray://h:1"}, "must be local, auto or HOST:PORT"),
     ):
         with pytest.raises(ValueError, match=message):
             run_ray(engine, Sleeper(0), **options)
-    engine.study.path = tmp_path / "working_dir_files" / "s"
-    with pytest.raises(ValueError, match="Ray's copy of the job's working directory"):
-        run_ray(engine, Sleeper(0))
+
+
+def test_a_driver_leaves_rays_copy_of_a_jobs_working_directory_and_keeps_no_study_in_it(engine, tmp_path, monkeypatch):
+    study, copy = engine.study.path, tmp_path / "working_dir_files" / "package"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    for path in (copy / "s", Path("s"), Path("../../s")):
+        engine.study.path = path
+        with pytest.raises(ValueError, match="Ray's copy of the job's working directory"):
+            run_ray(engine, Sleeper(0))
+    assert Path.cwd() == copy
+    engine.study.path = study
+    with pytest.raises(ValueError, match="no Ray cluster answers"):
+        run_ray(engine, Sleeper(0), address="127.0.0.1:1")
+    assert Path.cwd() == study
