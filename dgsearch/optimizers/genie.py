@@ -77,14 +77,14 @@ class GenieOptimizer(torch.optim.Optimizer):
         if group["weight_decay"]:
             p.mul_(1 - lr * group["weight_decay"])
         corrected = 1 - options.beta**t
-        variance = self._variance(mean, square, t)
-        numerator, denominator = self._ratio(mean, square, variance, t)
+        spread, scale = self._variance(mean, square, t)
+        numerator, denominator = self._ratio(mean, square, spread, scale, t)
 
         def chance(purpose: str) -> torch.Generator:
             return generator(self.seed, purpose, t, group["part"], position, device=p.device)
 
         # τ is 1 to rounding, and there is no noise, where no variance exceeds 1/10: GPUs need not ask.
-        certain = variance is None or (p.device.type == "cpu" and variance.max().item() <= 1 / STEEPEST)
+        certain = spread is None or (p.device.type == "cpu" and scale * spread.max().item() <= 1 / STEEPEST)
         if certain and not options.mask:
             if denominator is None:
                 p.sub_(mean, alpha=lr / corrected)
@@ -93,8 +93,9 @@ class GenieOptimizer(torch.optim.Optimizer):
             return
         update = mean / corrected if denominator is None else numerator.div_(denominator).div_(corrected)
         if not certain:
-            assert variance is not None
-            weight = torch.tanh(variance.reciprocal_().clamp_max_(STEEPEST))  # τ
+            assert spread is not None
+            weight = torch.div(torch.full((), 1 / scale, dtype=p.dtype, device=p.device), spread)
+            weight = weight.clamp_max_(STEEPEST).tanh_()  # τ
             if options.noise:
                 level = (weight * update.abs()).sum() / weight.sum()  # ν
                 drawn = torch.empty_like(p).normal_(generator=chance("genie noise"))
@@ -110,7 +111,9 @@ class GenieOptimizer(torch.optim.Optimizer):
             lr = lr if options.variant == "paper" else lr * LEVELS / threshold
         p.sub_(update, alpha=lr)
 
-    def _ratio(self, mean: Tensor, square: Tensor, variance: Tensor | None, t: int) -> tuple[Tensor, Tensor | None]:
+    def _ratio(
+        self, mean: Tensor, square: Tensor, spread: Tensor | None, scale: float, t: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Return mean · signal and the denominator whose quotient is mean · a; (mean, None) without it."""
         options = self.options
         if not options.precondition:
@@ -122,19 +125,18 @@ class GenieOptimizer(torch.optim.Optimizer):
             return mean * mean.square() / corrected, square.clamp_min(tiny)
         signal = torch.full((), FLOOR, dtype=mean.dtype, device=mean.device)
         signal = torch.addcmul(signal, mean, mean, value=1 / corrected**2)  # m̂² + 1e-8
-        assert variance is not None
-        denominator = torch.add(signal, variance, alpha=left_over(options.beta, t))
+        assert spread is not None
+        denominator = torch.add(signal, spread, alpha=left_over(options.beta, t) * scale)
         return signal.mul_(mean), denominator
 
-    def _variance(self, mean: Tensor, square: Tensor, t: int) -> Tensor | None:
-        """Return σ², which τ is made of; None where neither τ nor noise is asked for."""
+    def _variance(self, mean: Tensor, square: Tensor, t: int) -> tuple[Tensor | None, float]:
+        """Return σ², which τ is made of, as a tensor and its factor; no tensor where no part asks for it."""
         options = self.options
         if not (options.precondition or options.noise):
-            return None
+            return None, 1.0
         if options.variant == "paper":
-            variance = torch.addcmul(square, mean, mean, value=-1)
-            return variance.masked_fill_(variance <= 0, FLOOR)
-        return _corrected_variance(mean, square, t, options.beta)
+            return _floored(torch.addcmul(square, mean, mean, value=-1), FLOOR), 1.0
+        return _variance(mean, square, t, options.beta)
 
     @torch.no_grad()
     def diagnostics(self, *, batches: float) -> dict[str, float]:
@@ -150,8 +152,8 @@ class GenieOptimizer(torch.optim.Optimizer):
                 if not (state := self.state.get(p)) or state["step"] < 2:
                     continue
                 t, mean, square = state["step"], state["mean"], state["square"]
-                corrected = 1 - self.options.beta**t
-                ratio = (mean / corrected).square().div_(_corrected_variance(mean, square, t, self.options.beta))
+                spread, scale = _variance(mean, square, t, self.options.beta)
+                ratio = (mean / (1 - self.options.beta**t)).square().div_(spread).div_(scale)
                 over, count = over + (ratio > 1).sum().item(), count + ratio.numel()
                 total += square.sum().item()
                 terms = terms + (square / (ratio + 1 / batches)).sum().cpu()
@@ -165,14 +167,21 @@ def left_over(beta: float, t: int) -> float:
     return (1 - beta) * (1 + beta**t) / ((1 + beta) * (1 - beta**t))
 
 
-def _corrected_variance(mean: Tensor, square: Tensor, t: int, beta: float) -> Tensor:
-    """Return σ² = (v̂ − m̂²)/(1 − ρ_t), and 1e-8 where that is not positive, as it is everywhere at t = 1."""
+def _variance(mean: Tensor, square: Tensor, t: int, beta: float) -> tuple[Tensor, float]:
+    """Return σ² = (v̂ − m̂²)/(1 − ρ_t), 1e-8 where that is not positive, as v − m²/c and the factor that it lacks.
+
+    At t = 1 it is nowhere positive. The factor is left to who scales by another one anyhow.
+    """
     if t == 1:
-        return torch.full_like(mean, FLOOR)
-    corrected, spread = 1 - beta**t, 1 - left_over(beta, t)
-    variance = torch.mul(square, 1 / (corrected * spread))
-    variance.addcmul_(mean, mean, value=-1 / (corrected**2 * spread))
-    return variance.masked_fill_(variance <= 0, FLOOR)
+        return torch.full_like(mean, FLOOR), 1.0
+    corrected = 1 - beta**t
+    scale = 1 / (corrected * (1 - left_over(beta, t)))
+    return _floored(torch.addcmul(square, mean, mean, value=-1 / corrected), FLOOR / scale), scale
+
+
+def _floored(x: Tensor, least: float) -> Tensor:
+    """Put ``least`` in place of what is not positive, in place; NaN stays."""
+    return torch.threshold_(x, 0.0, least)
 
 
 def _bits(like: Tensor, threshold: int, chance: torch.Generator) -> Tensor:
