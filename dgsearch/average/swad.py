@@ -70,12 +70,13 @@ class Valley:
             if len(self.pending) == window and min(losses[-window:]) == losses[-window:][0]:
                 self.limit = (1 + self.options.tolerance) * sum(losses[-window:]) / window
             return
-        while len(self.pending) >= self.options.end_patience:
-            if min(losses[-self.options.end_patience :]) > self.limit:
-                self.ended = True
-                self.pending.clear()
-                return
+        window = self.options.end_patience
+        self.ended = len(losses) >= window and min(losses[-window:]) > self.limit
+        # Where the end's window is the shorter, segments of the beginning are still pending: they lie in the valley.
+        while len(self.pending) >= window + self.ended:
             self.valley = _joined(self.valley, self.pending.pop(0))
+        if self.ended:
+            self.pending.clear()
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor] | None:

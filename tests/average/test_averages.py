@@ -75,6 +75,22 @@ def test_swad_averages_the_valley(losses):
     assert valley(values, ENDING, 2)[1] < 2 * len(ENDING)
 
 
+@pytest.mark.parametrize("n_s", [2, 3, 4, 5])
+@pytest.mark.parametrize("n_e", [3, 4, 5, 6, 8])
+def test_swad_averages_the_valley_whatever_its_windows(n_s, n_e):
+    """Also where the end's window is not longer than the beginning's, and the valley ends at once."""
+    for seed in range(20):
+        chance = np.random.default_rng(seed)
+        losses, values = chance.choice([0.1, 0.2, 1.0, 2.0], size=14).tolist(), chance.normal(size=28)
+        if seed == 0:
+            losses = [0.1] + [1.0] * 13
+        _, found = run(Swad(start_patience=n_s, end_patience=n_e, tolerance=0.1), values, losses)
+        for known in range(1, 15):
+            span = valley(values, losses[:known], 2, n_s, n_e, 0.1)
+            expected = values[2 * known - 2 : 2 * known] if span is None else values[slice(*span)]
+            assert found[known - 1] == pytest.approx(expected.mean()), (seed, known)
+
+
 def test_swads_state_survives():
     values = np.random.default_rng(2).normal(size=28)
     _, whole = run(Swad(), values, ENDING)
