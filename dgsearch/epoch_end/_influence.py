@@ -11,6 +11,7 @@ survives it; G does not, so H⁻¹ Σ_z ∇ℓ(z) is found by conjugate gradient
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -272,16 +273,27 @@ def loss_gradient(model: nn.Module, x: Tensor, y: Tensor, names: Collection[str]
 
 
 def gauss_newton(model: nn.Module, x: Tensor, tree: Tree) -> Tree:
-    """Return Σ_x Jᵀ (diag p − p pᵀ) J times ``tree``, J in its parameters alone."""
+    """Return Σ_x Jᵀ (diag p − p pᵀ) J times ``tree``, J in its parameters alone; in float32 whatever the precision."""
     fixed = parameters(model)
     at = {name: fixed[name] for name in tree}
-    with warnings.catch_warnings():
+    with _in_float32(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's first jvp of a process warns of torch's own use of jit
         found = jvp(lambda some: logits_at(model, fixed | some, x), (at,), (tree,))
-    logits, change = found[0], found[1]
-    p = logits.softmax(1)
-    back = vjp(lambda some: logits_at(model, fixed | some, x), at)[1]
-    return back(p * (change - (p * change).sum(1, keepdim=True)))[0]
+        logits, change = found[0], found[1]
+        p = logits.softmax(1)
+        back = vjp(lambda some: logits_at(model, fixed | some, x), at)[1]
+        return back(p * (change - (p * change).sum(1, keepdim=True)))[0]
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Let a network run in float32 until the exit: torch has no forward derivative of batch norm under autocast."""
+    before = model.precision
+    model.precision = "float32"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.precision = before
 
 
 def add_(tree: Tree, other: Tree, *, scale: float | Tensor = 1.0) -> None:

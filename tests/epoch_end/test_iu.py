@@ -20,7 +20,7 @@ from dgsearch.epoch_end._unlearning import (
 from dgsearch.epoch_end.iu import Iu
 from dgsearch.epoch_end.iue import Iue
 from dgsearch.epoch_end.none import NoEditIntervention
-from dgsearch.networks import ARCHITECTURES, Network
+from dgsearch.networks import ARCHITECTURES, PRECISIONS, Network
 from dgsearch.recipe import Recipe, Training
 from dgsearch.step import DomainBatch, EpochEnd, Objective, Progress
 from dgsearch.train import run_trial
@@ -118,11 +118,12 @@ def test_classifier_scores_rank_as_the_explicit_matrix(make, damping):
     assert rank_correlation(fast, expected) >= 0.9
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("make", "damping", "iterations"),
     [*((make, 1.0, 5) for make in (mlp, conv, norms)), (norms, 0.1, 20), (mlp, 1e-3, 20), (conv, 1e-3, 20)],
 )
-def test_network_scores_rank_as_the_explicit_matrix(make, damping, iterations):
+def test_network_scores_rank_as_the_explicit_matrix(make, damping, iterations, precision):
     (train, _), (guide, _) = part(80, seed=1, flip=0.1), part(25, seed=2)
     model, _ = fitted(make, train)
     model.eval()
@@ -143,9 +144,11 @@ def test_network_scores_rank_as_the_explicit_matrix(make, damping, iterations):
     (j, p, y), (guide_j, guide_p, guide_y) = at(train), at(guide)
     expected = reference(j, guide_j, p.double(), guide_p.double(), y, guide_y, damping=damping)
     chance = torch.Generator().manual_seed(0)
+    model.precision = precision
     options = {"damping": damping, "iterations": iterations, "chance": chance}
     found = utility(*network_scores(model, train, guide, outputs(model, train), **options), alpha=1.0)
     assert rank_correlation(found, expected) >= 0.8
+    assert model.precision == precision
 
 
 @pytest.mark.parametrize("scope", ["classifier", "network"])
