@@ -226,8 +226,8 @@ def _begun(
 class Cost:
     """What a trial of a recipe costs: seconds a step, an evaluation and an epoch's end.
 
-    ``epoch_steps`` is how many steps an epoch's end comes after; ``weights`` and ``record`` are the bytes of its
-    weights and of an evaluation as JSON.
+    A ``step`` is the mean of all: some may cost more. ``epoch_steps`` is how many steps an epoch's end comes after;
+    ``weights`` and ``record`` are the bytes of its weights and of an evaluation as JSON.
     """
 
     step: float
@@ -258,8 +258,9 @@ def measure(
 ) -> Cost:
     """Measure what a recipe's trial of ``steps`` costs here, on up to 20 of its steps or 5 s of them.
 
-    The first two steps are left out: they allocate and compile. An evaluation and an epoch's end, where it does
-    something, are timed once. Nothing is kept.
+    The first two steps are left out: they allocate and compile. Where a gradient intervention works in a ``window``
+    of steps only, as many of those are timed apart, and each kind counts as often as it occurs. An evaluation and an
+    epoch's end, where it does something, are timed once. Nothing is kept.
 
     Raises:
         ValueError: as ``run_trial``.
@@ -282,18 +283,33 @@ def measure(
                 torch.cuda.synchronize()
             return time.perf_counter() - began
 
+        def mean(steps: Iterable[int]) -> float:
+            took: list[float] = []
+            for step in steps:
+                if len(took) == most_steps or sum(took) >= most_seconds:
+                    break
+                trial.step = step
+                took.append(timed(trial.train_step))
+            return sum(took) / len(took)
+
         every, trial.epoch_steps = trial.epoch_steps, trial.steps + 1  # an epoch's end is timed apart
-        for _ in range(WARM_UP):
-            timed(trial.train_step)
-        took: list[float] = []
-        while len(took) < most_steps and sum(took) < most_seconds:
-            took.append(timed(trial.train_step))
+        window = getattr(trial.gradient, "window", lambda _: range(0))(trial.steps)
+        others = [step for step in range(trial.steps) if step not in window]
+        if len(others) <= WARM_UP:
+            others, window = list(range(trial.steps)), range(0)
+        for step in others[:WARM_UP]:
+            trial.step = step
+            trial.train_step()
+        seconds = mean(others[WARM_UP:])
+        if window:
+            seconds += (mean(window) - seconds) * len(window) / trial.steps
+        trial.step = others[-1]
         batch = trial.train_step()
-        evaluation = timed(lambda: trial.evaluate(batch, seconds=sum(took)))
+        evaluation = timed(lambda: trial.evaluate(batch, seconds=seconds))
         record = len(json.dumps(asdict(trial.evaluations[-1])))
         epoch_end = timed(trial.end_epoch)
         weights = sum(v.numel() * v.element_size() for v in trial.best_weights.values())
-    return Cost(sum(took) / len(took), evaluation, epoch_end, every, weights, record)
+    return Cost(seconds, evaluation, epoch_end, every, weights, record)
 
 
 class _Trial:

@@ -46,11 +46,15 @@ class Annealing:
 
     def __call__(self, step: Step) -> Callable[[], Tensor]:
         """Search the candidates, within the window of steps."""
-        first = round(self.options.start * step.progress.steps)
-        last = first + max(1, math.ceil(self.options.window * step.progress.steps))
-        if first <= step.progress.step < last:
+        if step.progress.step in self.window(step.progress.steps):
             step.closure.log["gga/accepted"] = torch.tensor(float(self._search(step)))
         return step.closure
+
+    def window(self, steps: int) -> range:
+        """Return in which of a training's steps candidates are searched."""
+        first = round(self.options.start * steps)
+        length = math.ceil(round(self.options.window * steps, 6))  # .02 × 350 is a little over 7
+        return range(first, min(steps, first + max(1, length)))
 
     def _agree(self, step: Step) -> tuple[float, float]:
         losses, pairs, _ = domain_agreement(step)

@@ -1,6 +1,8 @@
 """GGA and GGA-L: what is accepted, what is fixed over the candidates of a step, and what composes."""
 
 import math
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,13 +11,16 @@ from torch import nn
 
 from dgsearch.gradient.gga import Annealing, Gga
 from dgsearch.gradient.gga_l import GgaL
+from dgsearch.gradient.none import NoIntervention
 from dgsearch.networks import build_network
 from dgsearch.objectives.coral import Coral
 from dgsearch.optimizers.adam import Adam
 from dgsearch.optimizers.genie import Genie
 from dgsearch.optimizers.sam import Sam
 from dgsearch.randomness import generator
+from dgsearch.recipe import Recipe, Training
 from dgsearch.step import Closure, DomainBatch, Objective, Progress, Step, cosines, domain_gradients, masks
+from dgsearch.train import measure
 
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
 
@@ -141,6 +146,36 @@ def test_the_window_is_a_share_of_training():
         assert bool(step.closure.log) is inside, at
         moved = any(not torch.equal(a, b) for a, b in zip(before, featurizer(model), strict=True))
         assert moved is (inside and step.closure.log["gga/accepted"].item() > 0)
+
+
+def test_the_windows_length_is_that_share_rounded_up():
+    for steps, first, length in ((5000, 100, 100), (15000, 300, 300), (350, 7, 7), (310, 6, 7), (10, 0, 1)):
+        assert Gga().build(seed=0).window(steps) == range(first, first + length), steps
+
+
+@pytest.mark.parametrize("start", [0.0, 0.1])
+def test_a_trials_measured_cost_counts_the_windows_steps_as_often_as_they_occur(start, sources, monkeypatch):
+    """By a clock that runs 1 s a closure's call and 30 s a search: 100 steps, 4 of them with one, take 220 s."""
+    now = [0.0]
+    plain = Closure.__call__
+
+    def call(self):
+        now[0] += 1
+        return plain(self)
+
+    def search(self, step):
+        now[0] += 30
+        return 0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Closure, "__call__", call)
+    monkeypatch.setattr(Annealing, "_search", search)
+    gga = Gga(start=start, window=0.04)
+    recipe = Recipe(gradient=gga, training=Training(batch_size=4))
+    cost = measure(recipe, sources, network="law_net", steps=100, seed=0, most_seconds=1e9)
+    assert cost.step == pytest.approx(2.2)
+    plainly = measure(replace(recipe, gradient=NoIntervention()), sources, network="law_net", steps=100, seed=0)
+    assert plainly.step == 1
 
 
 @pytest.mark.parametrize("optimizer", [Sam(lr=1e-3), Genie()], ids=lambda o: o.choice())
