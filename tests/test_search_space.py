@@ -44,7 +44,7 @@ def test_a_family_is_drawn_within_its_ranges_and_under_its_name():
 
 def test_defaults_depend_on_the_network_and_a_recipe_is_stored_resolved():
     recipe = Recipe().resolve("small_cnn")
-    assert recipe.optimizer.lr == 1e-3 and recipe.training == Training(32, 0.0, False, "none")
+    assert recipe.optimizer.lr == 1e-3 and recipe.training == Training(64, 0.0, False, "none")
     assert decode(encode(recipe)) == recipe
     pretrained = Recipe().resolve("resnet18")
     assert pretrained.optimizer.lr == 5e-5 and pretrained.training == Training(32, 0.0, True, "standard")
@@ -58,7 +58,7 @@ def test_every_shipped_space_is_read_and_has_plain_erm_first():
     assert "quick" in shipped_spaces()
     for name in shipped_spaces():
         space = read_space(name, network="small_cnn", batch_size=8)
-        assert space.default_recipe().training.batch_size in (8, 32)
+        assert space.default_recipe().training.batch_size in (8, 64)
         assert all(family.defaults["training.batch_size"] == 8 for family in space.families)
         assert space.default_recipe().name == "erm"
 
