@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dgsearch.component import Choice, Component, Range, Suggest, known_or_raise, range_from
+from dgsearch.component import Choice, Component, NetworkKind, Range, Suggest, known_or_raise, range_from
 from dgsearch.networks import network_kind
 from dgsearch.recipe import PLAIN, SLOTS, Recipe, Training
 
@@ -212,18 +212,27 @@ def _family(table: Mapping[str, Any], shared: Mapping[str, Any], *, network: str
         place_of = where if source is shared else place
         known_ranges = {f"{c}.{f}" for c, cls in known_classes.items() for f in cls.ranges(kind)}
         known_fields = {f"{c}.{f}" for c, cls in known_classes.items() for f in cls.defaults(kind)}
-        for key, value in source.get("ranges", {}).items():
+        for key, given in source.get("ranges", {}).items():
             known_or_raise("range", key, known_ranges, where=place_of)
-            if key in ranges:
+            value = _for_kind(given, kind)
+            if key in ranges and value is not None:
                 declared = classes[key.split(".")[0]].ranges(kind)[key.split(".")[1]]
                 ranges[key] = range_from(value, declared, name=key, where=place_of)
                 if isinstance(fixed := ranges[key], Choice) and len(fixed.values) == 1:
                     defaults[key] = fixed.values[0]
-        for key, value in source.get("defaults", {}).items():
+        for key, given in source.get("defaults", {}).items():
             known_or_raise("default", key, known_fields, where=place_of)
-            if key in defaults:
+            value = _for_kind(given, kind)
+            if key in defaults and value is not None:
                 defaults[key] = value
     for key, r in ranges.items():
         if not r.contains(defaults[key]):
             raise ValueError(f"the default {defaults[key]} of {key!r} in {place} lies outside its range {r}")
     return Family(name, choices, ranges, defaults)
+
+
+def _for_kind(value: Any, kind: NetworkKind) -> Any:
+    """Return what a table ``{pretrained = …, scratch = …}`` gives one kind of network, or None; else the value."""
+    if isinstance(value, Mapping) and value and value.keys() <= {"pretrained", "scratch"}:
+        return value.get(kind)
+    return value

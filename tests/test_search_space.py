@@ -5,6 +5,7 @@ import tomllib
 import optuna
 import pytest
 
+from dgsearch.component import Choice, Float, Int
 from dgsearch.recipe import Recipe, Training, decode, encode
 from dgsearch.search_space import read_space, shipped_spaces, space_from
 
@@ -61,6 +62,72 @@ def test_every_shipped_space_is_read_and_has_plain_erm_first():
         assert space.default_recipe().training.batch_size in (8, 64)
         assert all(family.defaults["training.batch_size"] == 8 for family in space.families)
         assert space.default_recipe().name == "erm"
+
+
+def test_a_range_may_be_given_for_one_kind_of_network():
+    text = """
+        [ranges]
+        "adam.lr" = {pretrained = {low = 2e-5, high = 1e-4}, scratch = 2e-3}
+        "training.dropout" = {scratch = 0.1}
+        [defaults]
+        "adam.lr" = {pretrained = 3e-5}
+        [[family]]
+        name = "erm"
+    """
+    scratch, pretrained = (read(text, network).families[0] for network in ("small_cnn", "resnet18"))
+    assert scratch.ranges["adam.lr"] == Choice((2e-3,)) and scratch.ranges["training.dropout"] == Choice((0.1,))
+    assert (scratch.defaults["adam.lr"], scratch.defaults["training.dropout"]) == (2e-3, 0.1)
+    assert pretrained.ranges["adam.lr"] == Float(2e-5, 1e-4, log=True) and pretrained.defaults["adam.lr"] == 3e-5
+    assert pretrained.ranges["training.dropout"] == Choice((0.0, 0.1, 0.5))
+
+
+DOMAINBED = {  # published: range and default, by kind of network (hparams_registry.py; networks.py; arXiv:2007.01434)
+    "resnet50": {
+        "adam.lr": (Float(1e-5, 10**-3.5, log=True), 5e-5),
+        "adam.weight_decay": (Float(1e-6, 1e-2, log=True), 1e-6),
+        "training.batch_size": (Int(8, int(2**5.5), log=True), 32),
+        "training.dropout": (Choice((0.0, 0.1, 0.5)), 0.0),
+        "training.freeze_bn": (Choice((True,)), True),
+        "training.augment": (Choice(("standard",)), "standard"),
+    },
+    "mnist_cnn": {
+        "adam.lr": (Float(10**-4.5, 10**-2.5, log=True), 1e-3),
+        "adam.weight_decay": (Choice((0.0,)), 0.0),
+        "training.batch_size": (Int(8, 128, log=True), 64),
+        "training.dropout": (Choice((0.0,)), 0.0),
+        "training.freeze_bn": (Choice((False,)), False),
+        "training.augment": (Choice(("none",)), "none"),
+    },
+}
+DOMAINBED_FAMILIES = {
+    "erm": {},
+    "coral": {"coral.weight": (Float(0.1, 10, log=True), 1.0)},
+    "mmd": {"mk_mmd.weight": (Float(0.1, 10, log=True), 1.0)},
+    "dann": {
+        "dann.peak": (Float(0.01, 10, log=True), 1.0),
+        "dann.weight_decay": (Float(1e-6, 1e-2, log=True), 1e-6),
+        "dann.width": (Choice((64, 128, 256, 512, 1024)), 256),
+        "dann.depth": (Int(3, 4), 3),
+        "dann.dropout": (Choice((0.0, 0.1, 0.5)), 0.0),
+        "dann.lr_ratio": (Float(0.05, 5, log=True), 1.0),
+    },
+    "erm+gga": {},
+}
+
+
+@pytest.mark.parametrize("network", DOMAINBED)
+def test_domainbeds_space_searches_what_domainbed_does(network):
+    space = read_space("domainbed", network=network)
+    assert space.family_names == list(DOMAINBED_FAMILIES)
+    for family in space.families:
+        expected = DOMAINBED[network] | DOMAINBED_FAMILIES[family.name]
+        for key, (declared, default) in expected.items():
+            assert (family.ranges[key], family.defaults[key]) == (declared, default), key
+        searched = {k for k, r in family.ranges.items() if not (isinstance(r, Choice) and len(r.values) == 1)}
+        assert searched <= expected.keys()
+    gga = space.family("erm+gga").defaults
+    published = {"rho": 1e-5, "candidates": 250, "start": 100 / 5000, "window": 100 / 5000, "tolerance": 0.1}
+    assert {name: gga[f"gga.{name}"] for name in published} == published and gga["gga.agreement"] == "min"
 
 
 def test_the_hash_tells_spaces_apart():
