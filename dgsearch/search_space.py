@@ -38,11 +38,15 @@ class Family:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Families of training methods for one network; a trial draws a family, then its choices and fields."""
+    """Families of training methods for one network; a trial draws a family, then its choices and fields.
+
+    ``plain`` is plain ERM with Adam, one of the families or not.
+    """
 
     name: str
     network: str
     families: tuple[Family, ...]
+    plain: Family
 
     @property
     def family_names(self) -> list[str]:
@@ -122,15 +126,12 @@ class SearchSpace:
         return None
 
     def default_recipe(self) -> Recipe:
-        """Return plain ERM with Adam: the family that is just that where there is one, else as declared."""
-        plain = next((family for family in self.families if family.is_plain), None)
-        if plain is None:
-            return Recipe().resolve(self.network)
+        """Return plain ERM with Adam: that family's defaults where there is one, else those of every family."""
         fields: dict[str, dict[str, Any]] = {}
-        for key, value in plain.defaults.items():
+        for key, value in self.plain.defaults.items():
             component, field = key.split(".")
             fields.setdefault(component, {})[field] = value
-        classes = plain.components({slot: names[0] for slot, names in plain.choices.items()})
+        classes = self.plain.components({slot: names[0] for slot, names in self.plain.choices.items()})
         found = {slot: cls(**fields.get(cls.choice(), {})) for slot, cls in classes.items()}
         return Recipe(**found).resolve(self.network)  # type: ignore[arg-type]
 
@@ -182,7 +183,9 @@ def space_from(values: Mapping[str, Any], *, name: str, network: str, where: str
     for family in families:
         if family.name == "erm" and not family.is_plain:
             raise ValueError(f"the family 'erm' in {where} is not plain ERM: that name is kept for the baseline")
-    return SearchSpace(name, network, families)
+    plain = next((family for family in families if family.is_plain), None)
+    plain = plain or _family({"name": "erm"}, values, network=network, where=where)
+    return SearchSpace(name, network, families, plain)
 
 
 def _family(table: Mapping[str, Any], shared: Mapping[str, Any], *, network: str, where: str) -> Family:
