@@ -186,6 +186,14 @@ def test_an_unknown_space_or_broken_file_is_named(tmp_path):
             "lr of optimizer 'adam' in the recipe: input should be a valid number, not 'fast'",
         ),
         ({"training": 3}, "training in .* must be a table of fields"),
+        ({"objective": {"kind": "mk_mmd", "bandwidth": "meen"}}, "unknown bandwidth 'meen'.*Did you mean 'mean'"),
+        ({"objective": {"kind": "mk_mmd", "num_kernels": 4}}, "num_kernels must be odd, not 4"),
+        ({"objective": {"kind": "dann", "start": 1.0}}, r"start must lie in \[0, 1\), not 1.0"),
+        ({"objective": {"kind": "dann", "depth": 0}}, "depth and width must be at least 1, not 0 and 256"),
+        ({"gradient": {"kind": "gga", "agreement": "least"}}, "unknown agreement 'least'; known: mean, min"),
+        ({"optimizer": {"kind": "genie", "dropout": 1.0}}, r"beta and dropout must lie in \[0, 1\)"),
+        ({"average": {"kind": "ema", "decay": 1.0}}, r"decay must lie in \[0, 1\), not 1.0"),
+        ({"average": {"kind": "swad", "end_patience": 0}}, "patience must be at least 1, not 3 and 0"),
     ],
 )
 def test_a_bad_recipe_is_named(values, message):

@@ -21,6 +21,10 @@ class Ema(Component):
 
     neutral: ClassVar = {"decay": 0}
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay must lie in [0, 1), not {self.decay}")
+
     def build(self, model: nn.Module) -> Average:
         """Return the average."""
         return Moving(model, self.decay)

@@ -23,6 +23,10 @@ class Swad(Component):
     end_patience: Annotated[int, Int(3, 8)] = 6
     tolerance: Annotated[float, Float(0.1, 0.5)] = 0.3
 
+    def __post_init__(self) -> None:
+        if min(self.start_patience, self.end_patience) < 1:
+            raise ValueError(f"patience must be at least 1, not {self.start_patience} and {self.end_patience}")
+
     def build(self, model: nn.Module) -> Average:
         """Return the average."""
         return Valley(model, self)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from dgsearch.component import Choice, Component, Float
+from dgsearch.component import Choice, Component, Float, known_or_raise
 from dgsearch.gradient._agreement import domain_agreement
 from dgsearch.randomness import generator
 from dgsearch.step import Intervention, Step
@@ -31,6 +31,9 @@ class Gga(Component):
 
     neutral: ClassVar = {"rho": 0}
     min_domains: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        known_or_raise("agreement", self.agreement, ("min", "mean"))
 
     def build(self, *, seed: int) -> Intervention:
         """Return the intervention."""

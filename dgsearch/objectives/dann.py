@@ -32,6 +32,12 @@ class Dann(Component):
     neutral: ClassVar = {"peak": 0}
     min_domains: ClassVar[int] = 2
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < 1:
+            raise ValueError(f"start must lie in [0, 1), not {self.start}")
+        if self.depth < 1 or self.width < 1:
+            raise ValueError(f"depth and width must be at least 1, not {self.depth} and {self.width}")
+
     def build(self, *, num_domains: int, num_features: int, num_classes: int) -> nn.Module:
         """Return the objective, which has a discriminator of its own."""
         return DannObjective(self, num_domains, num_features, num_classes)

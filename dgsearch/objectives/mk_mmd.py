@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dgsearch.component import Bool, Choice, Component, Float
+from dgsearch.component import Bool, Choice, Component, Float, known_or_raise
 from dgsearch.objectives._pairs import mean_over_pairs
 from dgsearch.step import DomainBatch, Losses, Objective, Progress, domain_cross_entropy
 
@@ -25,6 +25,11 @@ class MkMmd(Component):
 
     neutral: ClassVar = {"weight": 0}
     min_domains: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        known_or_raise("bandwidth", self.bandwidth, ("median", "mean", "fixed"))
+        if self.num_kernels < 1 or self.num_kernels % 2 == 0:
+            raise ValueError(f"num_kernels must be odd, not {self.num_kernels}")
 
     def build(self, *, num_domains: int, num_features: int, num_classes: int) -> nn.Module:
         """Return the objective."""

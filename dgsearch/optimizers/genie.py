@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dgsearch.component import Component, Float
+from dgsearch.component import Component, Float, known_or_raise
 from dgsearch.optimizers._groups import WEIGHT_DECAY, Parameters, scaled_groups
 from dgsearch.randomness import generator
 
@@ -33,10 +33,13 @@ class Genie(Component):
     noise: bool = True
     mask: bool = True
 
+    def __post_init__(self) -> None:
+        known_or_raise("variant", self.variant, ("code", "paper"))
+        if not (0 <= self.beta < 1 and 0 <= self.dropout < 1):
+            raise ValueError(f"beta and dropout must lie in [0, 1), not {self.beta} and {self.dropout}")
+
     def build(self, parameters: Parameters, *, seed: int) -> torch.optim.Optimizer:
         """Return the optimizer; its draws of step t are a function of (seed, t, tensor)."""
-        if self.variant not in ("code", "paper"):
-            raise ValueError(f"unknown variant {self.variant!r} of genie; known: code, paper")
         return GenieOptimizer(scaled_groups(parameters, lr=self.lr), self, seed=seed)
 
 
