@@ -221,7 +221,9 @@ class Closure:
         self.optimizer.zero_grad()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            # In the parameter's layout, as backward leaves it: fused optimizers go through both in memory order.
+            same = gradient.stride() == parameter.stride()
+            parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
         self.losses = Losses(task, task.new_zeros(()))
         return self.losses.total
 

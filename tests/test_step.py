@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from dgsearch.networks import build_network
+from dgsearch.optimizers.sgd import Sgd
 from dgsearch.randomness import generator, numpy_generator, seed_of, seeded
 from dgsearch.step import Closure, DomainBatch, Losses, Objective, Progress, cosines, domain_gradients
 
@@ -73,6 +74,20 @@ def test_the_closure_counts_its_calls_and_resets_moments_when_told(setting):
         assert closure.calls == 1 and closure.losses.total.item() == pytest.approx(total.item())
         counts = {int(state["step"]) for state in optimizer.state.values()}
         assert counts == {expected}, step
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_known_gradients_of_another_layout_reach_their_own_weights(layout):
+    """A fused step of momentum, which walks weights and gradients in memory order, against x − lr (g + .9 g)."""
+    model = nn.Conv2d(5, 4, 3, bias=False).to(memory_format=torch.channels_last)
+    before, gradient = model.weight.detach().clone(), torch.randn(4, 5, 3, 3, generator=generator(0, "gradient"))
+    optimizer = Sgd(lr=0.1).build(model.parameters(), seed=0)
+    y = torch.zeros(2, 1, dtype=torch.long)
+    batch = DomainBatch(torch.zeros(2, 1, 5, 3, 3), y, y, (0, 1))
+    closure = Closure(model, Objective(), optimizer, batch, Progress(0, 1), seed=0)
+    optimizer.step(lambda: closure.take(torch.zeros(2), [gradient.to(memory_format=layout)]))
+    expected = before.double() - 0.1 * 1.9 * gradient.double()
+    torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_chance_is_a_function_of_its_keys_alone():
