@@ -32,7 +32,7 @@ class Training(Component):
     """How to train, whatever the method: examples a domain, dropout, frozen batch norm, augmentation."""
 
     batch_size: Annotated[
-        int | None, ByNetwork(pretrained=(Int(8, 45, log=True), 32), scratch=(Int(8, 128, log=True), 64))
+        int | None, ByNetwork(pretrained=(Int(8, 45, log=True), 32), scratch=(Int(8, 128, log=True), 32))
     ] = None
     dropout: Annotated[float, Choice((0.0, 0.1, 0.5))] = 0.0
     freeze_bn: Annotated[bool | None, ByNetwork(pretrained=(Bool(), True), scratch=(Choice((False,)), False))] = None

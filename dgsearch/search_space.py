@@ -162,10 +162,10 @@ def read_space(name: str, *, network: str, batch_size: int | None = None) -> Sea
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     if batch_size is not None:
-        values.setdefault("ranges", {})["training.batch_size"] = batch_size
-        for family in values.get("family", []):
+        for holder in (values, *values.get("family", [])):
             for table in ("ranges", "defaults"):
-                family.get(table, {}).pop("training.batch_size", None)
+                holder.get(table, {}).pop("training.batch_size", None)
+        values.setdefault("ranges", {})["training.batch_size"] = batch_size
     return space_from(values, name=path.stem, network=network, where=str(path))
 
 

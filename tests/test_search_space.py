@@ -45,7 +45,7 @@ def test_a_family_is_drawn_within_its_ranges_and_under_its_name():
 
 def test_defaults_depend_on_the_network_and_a_recipe_is_stored_resolved():
     recipe = Recipe().resolve("small_cnn")
-    assert recipe.optimizer.lr == 1e-3 and recipe.training == Training(64, 0.0, False, "none")
+    assert recipe.optimizer.lr == 1e-3 and recipe.training == Training(32, 0.0, False, "none")
     assert decode(encode(recipe)) == recipe
     pretrained = Recipe().resolve("resnet18")
     assert pretrained.optimizer.lr == 5e-5 and pretrained.training == Training(32, 0.0, True, "standard")
