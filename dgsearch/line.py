@@ -248,6 +248,8 @@ def search(
 ) -> str:
     """Run a study's search until a budget is used up, and return which; go on where an earlier session left off.
 
+    A search also ends, by ``families``, when each fold has given up all of them.
+
     Budgets are ``trials`` a fold (8 where no budget is given), ``hours`` of searching and ``device_hours``, over all
     sessions of the study. Trials that run when hours or device-hours are used up go on to their end. ``keep`` is
     ``best``, the weights of the top 5 trials a fold and of the best a family, or ``all``.
@@ -420,8 +422,7 @@ def unfinished(study: Study) -> str | None:
     if snapshot.ended_by is not None:
         return None
     ended = sum(t.state != "running" for t in snapshot.trials)
-    asked = snapshot.course.budget.trials
-    return f"{ended} {'' if asked is None else f'of {asked * len(study.folds)} '}trials have ended"
+    return f"{ended} {'' if snapshot.asked is None else f'of {snapshot.asked} '}trials have ended"
 
 
 def select(study: Study, *, criterion: str = "training-domain") -> Selection:

@@ -393,3 +393,6 @@ def test_a_search_whose_every_trial_fails_ends_early_with_exit_1(data, tmp_path,
     assert len(Study.open(study).trials(0)) == 2
     assert [line.split("family ")[1].split()[0] for line in err.splitlines() if "GIVEN UP" in line] == ["erm", "coral"]
     assert "error: every trial of a fold failed, the first with: RuntimeError: no such thing" in err
+    assert "; every family is given up\n" in err and "goes on" not in err
+    found = json.loads(here("status", study, "--json")[0])
+    assert (found["state"], found["ended_by"], found["left"]["trials"]) == ("finished", "families", 0)

@@ -64,12 +64,11 @@ def step_seconds(trials: Sequence[Seen], measured: Mapping[str, float]) -> dict[
 
 def _to_begin(course: Course, begun: Sequence[Seen]) -> tuple[list[tuple[str, bool]], int]:
     """Return the trials of a fold whose family is known before they begin (and if default), and how many others."""
-    assert course.budget.trials is not None
-    room = max(0, course.budget.trials - len(begun))
+    room = (course.asked(begun) or 0) - len(begun)
     ran = {t.family for t in begun if t.default}
     known = [(name, True) for name in course.defaults if name not in ran]
     had = Counter(t.family for t in begun) + Counter(name for name, _ in known)
-    known += [(name, False) for name in course.floored for _ in range(course.floor - had[name])]
+    known += [(name, False) for name in course.remaining(begun) for _ in range(course.floor - had[name])]
     return known[:room], room - len(known[:room])
 
 
@@ -108,9 +107,10 @@ def foresee(
     free_steps = steps_of("", False)
     at_once = max(1, concurrent)
     seconds = count = math.inf
-    if course.budget.trials is not None:
-        for fold in range(course.folds):
-            known, others = _to_begin(course, [t for t in trials if t.fold == fold])
+    folds = [[t for t in trials if t.fold == fold] for fold in range(course.folds)]
+    if all(course.asked(fold) is not None for fold in folds):
+        for fold in folds:
+            known, others = _to_begin(course, fold)
             sizes = [(steps_of(family, default), family) for family, default in known]
             work += [(n, n * costs.get(family, usual)) for n, family in sizes]
             work += [(free_steps, free_steps * usual_free)] * others

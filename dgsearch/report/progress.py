@@ -27,7 +27,6 @@ class TrialLines:
         self.console = console
         self.reader = reader or Reader(study)
         self.begun = False
-        self.best: dict[int, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -62,8 +61,7 @@ class TrialLines:
             self.console.print(f"going on: {done}{self._of(snapshot)} trials have ended")
 
     def _of(self, snapshot: Snapshot) -> str:
-        asked = snapshot.course.budget.trials
-        return "" if asked is None else f" of {max(asked * len(self.folds), len(snapshot.trials))}"
+        return "" if snapshot.asked is None else f" of {snapshot.asked}"
 
     def _end(self, snapshot: Snapshot, record: TrialRecord) -> None:
         ended = [t for t in snapshot.trials if t.state != "running"]

@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,12 @@ def default_recipes(space: SearchSpace) -> dict[str, Recipe]:
     for name in space.family_names:
         found.setdefault(name, space.suggest(optuna.trial.FixedTrial(space.default_parameters(name)))[1])
     return {name: recipe.resolve(space.network) for name, recipe in found.items()}
+
+
+def not_given_up(families: Sequence[str], *, begun: Iterable[str], failed: Iterable[str]) -> list[str]:
+    """Return the families not given up, by those of a fold's trials; one is when every trial of it so far failed."""
+    trials, failures = Counter(begun), Counter(failed)
+    return [name for name in families if not failures[name] or trials[name] > failures[name]]
 
 
 def rungs(steps: int) -> list[int]:
@@ -390,8 +396,8 @@ class FoldSearch:
 
     @property
     def remaining(self) -> list[str]:
-        """The families not given up: one is when every trial of it so far has failed, its defaults first of all."""
-        return [f for f in self._order if not self.failures.count(f) or self.families.count(f) > self.failures.count(f)]
+        """The families not given up."""
+        return not_given_up(self._order, begun=self.families, failed=self.failures)
 
     @property
     def past_defaults(self) -> bool:
@@ -600,7 +606,7 @@ class Engine:
 
     def _open(self, fold: FoldSearch) -> bool:
         """Whether a fold still has a trial to begin."""
-        return len(fold.families) < self._trials and bool(fold.remaining or not fold.past_defaults)
+        return len(fold.families) < self._trials and bool(fold.remaining)
 
     def _is_waiting(self, fold: FoldSearch) -> bool:
         """Whether a fold with every domain as a source is to see first what the others found."""
@@ -667,9 +673,10 @@ class Engine:
 
     @property
     def ended_by(self) -> str | None:
-        """Which budget has no room for another trial: trials, hours, device_hours; None while all have."""
-        begun = not any(fold.unfinished or self._open(fold) for fold in self.folds)
-        return "trials" if begun else self.budget.used_up(self.meter.spent())
+        """What leaves no room for another trial: a budget, or ``families``, all given up in each fold; else None."""
+        if any(fold.unfinished or self._open(fold) for fold in self.folds):
+            return self.budget.used_up(self.meter.spent())
+        return "trials" if any(fold.remaining for fold in self.folds) else "families"
 
     @property
     def left(self) -> int:
