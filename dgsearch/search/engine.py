@@ -628,7 +628,7 @@ class Engine:
             if not waiting and self._is_waiting(fold):
                 self._collect(fold)
             assignment = fold.ask()
-            self.meter.begin((assignment.fold, assignment.number))
+            self.meter.begin((assignment.fold, assignment.number), whole_device=assignment.whole_device)
             self.on_event("begin", fold.running[assignment.number].record)
         return assignment
 

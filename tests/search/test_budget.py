@@ -4,7 +4,7 @@ import pytest
 from toy_search import STEPS, Toy, make_space, make_study
 
 from dgsearch.search.budget import Budget, spent
-from dgsearch.search.engine import Engine
+from dgsearch.search.engine import Engine, Outcome
 from dgsearch.search.local import run_local
 from dgsearch.study import read_json
 
@@ -64,6 +64,28 @@ def test_device_hours_are_training_seconds_times_devices_pruned_and_failed_trial
     search(study, toy, trials=8, devices=2.0)
     assert spent(study).device_seconds == pytest.approx(0.25 * seconds + 2 * (trained(study, 0, 1) + 10 - seconds))
     assert (spent(study).devices, spent(study).concurrent, spent(study).sessions) == (2.0, 1, 2)
+
+
+def test_a_trial_tried_again_on_a_whole_device_uses_that_whole_device(tmp_path):
+    study, toy = make_study(tmp_path / "s"), Toy(seconds=1.0)
+
+    def short_of_memory(assignment, report):
+        if not assignment.whole_device:
+            toy.now += 7
+            raise MemoryError
+        return toy(assignment, report)
+
+    engine = Engine(study, make_space(), trials=1, devices=0.25, clock=toy.clock)
+    run_local(engine, short_of_memory)
+    assert engine.meter.spent().device_seconds == 0.25 * 7 + STEPS
+    # In a later session too.
+    study = make_study(tmp_path / "again")
+    engine = Engine(study, make_space(), trials=1, devices=0.25, clock=toy.clock)
+    assignment = engine.ask()
+    engine.tell(0, assignment.number, Outcome("failed", kind="out of memory"))
+    engine = Engine(study, make_space(), trials=1, devices=0.25, clock=toy.clock)
+    run_local(engine, toy)
+    assert engine.meter.device_seconds == STEPS
 
 
 class Killed(BaseException):
