@@ -317,14 +317,15 @@ class FoldSearch:
         record = running.record
         folder = record.folder / self.session
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = sorted((p for p in record.folder.iterdir() if p.is_dir() and p != folder), reverse=True)
-        there = [[file for name in CHECKPOINTS if (file := p / name).exists()] for p in earlier]
+        sessions = sorted((p for p in record.folder.iterdir() if p.is_dir()), reverse=True)
+        there = [[file for name in CHECKPOINTS if (file := p / name).exists()] for p in sessions]
         there = [files for files in there if files]
         whole = (files for files in there if any(read_checkpoint(file) is not None for file in files))
         for file in next(whole, there[0] if there else []):
             # A copy: a worker of a dead session that still writes can't reach this session's folder. A damaged
             # one comes along, so that the trial says what it passed over.
-            shutil.copyfile(file, folder / file.name)
+            if file.parent != folder:  # as it is where the trial is tried again in the session
+                shutil.copyfile(file, folder / file.name)
         sources = tuple(str(self.study.index_path(name).resolve()) for name in self.fold.sources)
         return Assignment(
             self.fold.number, record.number, record.recipe, sources, str(folder.resolve()), record.whole_device
