@@ -224,7 +224,7 @@ class Study:
     def create(cls, path: Path, specification: Specification, indexes: list[DomainIndex]) -> "Study":
         """Create the directory, or open it if it was created with the same specification.
 
-        A study in which no trial has begun may be defined anew.
+        A study in which no trial has begun, and that nobody drives, may be defined anew.
 
         Raises:
             ValueError: if it holds another study (what differs is said), or something else, or can't be
@@ -232,7 +232,7 @@ class Study:
         """
         file = path / "study.json"
         try:
-            if cls.has_begun(path):
+            if cls.has_begun(path) or lease.holder(path / "sessions") is not None:
                 study = cls.open(path)
                 difference = study.specification.difference(specification)
                 if difference is not None:

@@ -307,6 +307,15 @@ def test_another_specification_is_refused_and_the_difference_named(tmp_path):
         Study.open(tmp_path / "nowhere")
 
 
+def test_a_study_that_somebody_drives_is_not_defined_anew_before_its_first_trial(tmp_path):
+    space = make_space()
+    study = make_study(tmp_path / "s", space)
+    study = make_study(tmp_path / "s", space, seed=1)
+    with study.driven(), pytest.raises(ValueError, match="of another search .seed: 1 there, 0 here."):
+        make_study(tmp_path / "s", space)
+    assert Study.open(study.path).specification.seed == 1
+
+
 def test_an_assignment_is_plain_data_and_holds_no_held_out_name(tmp_path):
     space = make_space()
     study = make_study(tmp_path / "s", space)
