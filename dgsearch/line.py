@@ -295,7 +295,7 @@ def search(
             if engine.left:
                 _run(engine, executor, cache_dir, cache, note)
         finally:
-            engine.meter.write()
+            engine.close()
     assert engine.ended_by is not None
     return engine.ended_by
 

@@ -605,6 +605,12 @@ class Engine:
             self.fault = error
             raise
 
+    def close(self) -> None:
+        """Write what the session has used, unless another driver has followed: then it slept, and used nothing."""
+        with contextlib.suppress(ValueError):
+            self.study.check_driver()
+            self.meter.write()
+
     def _open(self, fold: FoldSearch) -> bool:
         """Whether a fold still has a trial to begin."""
         return len(fold.families) < self._trials and bool(fold.remaining)
