@@ -558,8 +558,8 @@ def _resumptions(folder: Path) -> dict[str, Any]:
 class Engine:
     """The search over all folds of a study, which share the workers: the fold with the fewest trials is next.
 
-    A fold that holds nothing out goes beyond its defaults when the others have begun all their trials, and takes
-    the best recipe of each.
+    A fold that holds nothing out goes beyond its defaults when the others have begun all their trials, if trials alone
+    end the search, and takes the best recipe of each.
     """
 
     def __init__(
@@ -616,7 +616,11 @@ class Engine:
         return len(fold.families) < self._trials and bool(fold.remaining)
 
     def _is_waiting(self, fold: FoldSearch) -> bool:
-        """Whether a fold with every domain as a source is to see first what the others found."""
+        """Whether a fold that takes others' recipes is to wait for these: hours may end before the others do."""
+        return self._takes(fold) and self.budget.hours is None and self.budget.device_hours is None
+
+    def _takes(self, fold: FoldSearch) -> bool:
+        """Whether a fold's next trials may have the recipes of others."""
         return not fold.fold.held_out and fold.past_defaults
 
     def ask(self) -> Assignment | None:
@@ -632,7 +636,7 @@ class Engine:
             waiting = [fold for fold in self.folds if fold.unfinished]
             open_ = [fold for fold in self.folds if self._open(fold)]
             fold = waiting[0] if waiting else min(open_, key=lambda f: (self._is_waiting(f), len(f.families)))
-            if not waiting and self._is_waiting(fold):
+            if not waiting and self._takes(fold):
                 self._collect(fold)
             assignment = fold.ask()
             self.meter.begin((assignment.fold, assignment.number), whole_device=assignment.whole_device)
@@ -640,14 +644,14 @@ class Engine:
         return assignment
 
     def _collect(self, fold: FoldSearch) -> None:
-        """Queue the best complete trial of each other fold, once: into a fold that holds nothing out."""
+        """Queue the trial that is the best of each other fold by now, once: into a fold that holds nothing out."""
         for other in self.folds:
-            origin = f"fold {other.fold.number}"
-            if not other.fold.held_out or origin in fold.queue["origins"]:
+            if not other.fold.held_out or not other.complete:
                 continue
-            complete = [t for t in self.study.trials(other.fold.number) if t.state == "complete"]
-            if complete:
-                best = max(complete, key=lambda t: (t.best.mean if t.best else 0.0, -t.number))
+            number = max(other.complete.values(), key=lambda t: (t.scores, -t.number)).number
+            origin = f"fold {other.fold.number} trial {number}"
+            if origin not in fold.queue["origins"]:
+                best = self.study.trial(other.fold.number, number)
                 parameters = fold.space.parameters_of(best.family, best.recipe)
                 fold.enqueue(origin, [] if parameters is None else [parameters])
 
