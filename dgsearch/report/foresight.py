@@ -68,7 +68,7 @@ def _to_begin(course: Course, begun: Sequence[Seen]) -> tuple[list[tuple[str, bo
     ran = {t.family for t in begun if t.default}
     known = [(name, True) for name in course.defaults if name not in ran]
     had = Counter(t.family for t in begun) + Counter(name for name, _ in known)
-    known += [(name, False) for name in course.remaining(begun) for _ in range(course.floor - had[name])]
+    known += [(name, False) for n in range(course.floor) for name in course.remaining(begun) if had[name] <= n]
     return known[:room], room - len(known[:room])
 
 

@@ -83,6 +83,12 @@ def test_defaults_and_floors_that_are_left_are_counted_a_fold():
     assert found.seconds == pytest.approx(coral + erm + 4 * free * 0.15)
 
 
+def test_floors_are_filled_as_the_engine_does_the_family_with_the_fewest_trials_first():
+    free, default = 10 + 20 / 3 + 70 / 9, 30 + 70 / 3
+    found = foresee(course(4, floor=3), [], spent=Spent(), concurrent=1, measured={"erm": 0.1, "coral": 0.3})
+    assert found.seconds == pytest.approx(100 * 0.1 + default * 0.3 + free * 0.1 + free * 0.3)
+
+
 def test_hours_and_device_hours_bound_it():
     trials = [seen(0, default=True, seconds=36.0)]
     spent = Spent(seconds=40.0, device_seconds=36.0, sessions=1)
