@@ -217,6 +217,7 @@ def search(
                     trials=trials,
                     hours=hours,
                     device_hours=device_hours,
+                    floor=floor,
                     keep=keep,
                     executor=where,
                     cache=cache,

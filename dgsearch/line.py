@@ -64,17 +64,14 @@ class Executor:
 
     @property
     def at_once(self) -> int:
-        """How many trials run at once. A cluster is asked for its resources."""
+        """How many trials run at once. A cluster is asked for its nodes."""
         if self.kind == "local":
             return 1
         if self.max_concurrent is not None:
             return self.max_concurrent
-        from dgsearch.search.ray_tune import resources  # Ray takes seconds to import
+        from dgsearch.search.ray_tune import cluster_room  # Ray takes seconds to import
 
-        found = resources(self.address)
-        fits = [int(found["CPU"] / self.cpus_per_trial)] if self.cpus_per_trial else []
-        fits += [int(found["GPU"] / self.gpus_per_trial)] if self.gpus_per_trial else []
-        return max(1, min(fits, default=1))
+        return max(1, cluster_room(self.address, cpus=self.cpus_per_trial, gpus=self.gpus_per_trial))
 
 
 def plan_folds(
@@ -337,6 +334,7 @@ def foresee_search(
     trials: int | None = None,
     hours: float | None = None,
     device_hours: float | None = None,
+    floor: int = FLOOR,
     keep: str = "best",
     executor: Executor = Executor(),  # noqa: B008 - frozen
     cache_dir: Path | None = None,
@@ -387,7 +385,7 @@ def foresee_search(
             )
         except RuntimeError as error:  # no such device, no memory for it, or diverged
             unmeasured[family] = str(error).splitlines()[0]
-    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), tuple(read.family_names), FLOOR)
+    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), tuple(read.family_names), floor)
     images = sum(map(len, indexes)) * specification.resolution**2 * 3 if cache == "disk" else 0
     return Plan.of(
         course,
