@@ -484,7 +484,7 @@ class FoldSearch:
 
     def stopped(self, number: int) -> bool:
         """Whether a verdict has stopped a trial."""
-        return any(stop for (trial, _), stop in self.verdicts.items() if trial == number)
+        return any(self.verdicts.get((number, step)) for step in self.rungs)
 
     # -- tell
 
