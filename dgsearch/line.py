@@ -415,11 +415,14 @@ def all_failed(study: Study) -> str | None:
 
 
 def unfinished(study: Study) -> str | None:
-    """Return how much of the latest search is still to do, or None if it is done."""
+    """Return how much of the latest search is still to do, or None if it is done.
+
+    Trials that run when hours or device-hours are used up are still to end; interrupted ones then need a larger budget.
+    """
     snapshot = Reader(study).read()
-    if snapshot.ended_by is not None:
-        return None
     ended = sum(t.state != "running" for t in snapshot.trials)
+    if snapshot.ended_by is not None and (snapshot.driver is None or ended == len(snapshot.trials)):
+        return None
     return f"{ended} {'' if snapshot.asked is None else f'of {snapshot.asked} '}trials have ended"
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from dgsearch import lease
+from dgsearch import lease, line
 from dgsearch.recipe import Recipe, encode
 from dgsearch.report import progress
 from dgsearch.report.board import as_data, render_board
@@ -134,6 +134,17 @@ def test_a_finished_search_says_what_ended_it(study):
     study.plan(PLAN)
     found = Reader(study).read()
     assert found.ended_by == "trials" and "finished (--trials)" in render_board(found)
+
+
+def test_a_search_is_not_finished_while_trials_run_though_its_hours_are_used_up(study):
+    fill(study)
+    assert line.unfinished(study) == "3 of 6 trials have ended"
+    study.plan(PLAN | {"hours": 0.01})
+    assert line.unfinished(study) is None  # nobody drives it: what is interrupted waits for more hours
+    drive(study)
+    assert line.unfinished(study) == "3 of 6 trials have ended"
+    trial(study, 1, 0, state="complete")
+    assert line.unfinished(study) is None
 
 
 def test_trials_that_ended_are_read_once_and_others_when_they_change(study, monkeypatch):
