@@ -14,6 +14,7 @@ from dgsearch.search.engine import Assignment, Engine, Outcome, run_guarded
 from dgsearch.search.local import _report, run_local
 from dgsearch.search.warm import warm
 from dgsearch.search_space import space_from
+from dgsearch.selection import select
 from dgsearch.study import Fold, Specification, Study
 from dgsearch.train import Evaluation
 
@@ -227,6 +228,12 @@ def test_the_deploy_fold_is_searched_too_where_time_ends_the_search(tmp_path, bu
 
 def run_local_one(engine, assignment):
     return run_guarded(toy, assignment, lambda e: _report(engine, assignment, e))
+
+
+def test_a_fold_without_a_complete_trial_is_named(tmp_path):
+    study = study_of(tmp_path / "s", make_space(), [("abc", "")])
+    with pytest.raises(ValueError, match="no complete trial in the fold that holds out none"):
+        select(study)
 
 
 def test_deploy_adds_a_fold_that_holds_nothing_out(images):
