@@ -119,11 +119,18 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """Yield the whole lines of a file of JSON lines; a last line cut in half is left out."""
+    """Yield the whole lines of a file of JSON lines; a last line cut in half is left out.
+
+    Raises:
+        ValueError: at a line that is damaged; it names the file.
+    """
     if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} of {path} is not JSON: {error}") from None
 
 
 @dataclass(frozen=True)

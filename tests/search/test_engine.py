@@ -285,6 +285,9 @@ def test_a_line_cut_in_half_is_dropped(tmp_path):
     assert list(read_lines(path)) == [{"a": 1}]
     append_line(path, {"a": 2})
     assert list(read_lines(path)) == [{"a": 1}, {"a": 2}]
+    path.write_bytes(b'{"a": 1}\n\0\0\0\n{"a": 2}\n')
+    with pytest.raises(ValueError, match="line 2 of .*lines.jsonl is not JSON: "):
+        list(read_lines(path))
 
 
 def test_another_specification_is_refused_and_the_difference_named(tmp_path):
