@@ -43,11 +43,12 @@ class TrialLines:
             "retry": f"t{record.number:04d} {record.family} ran out of memory and is tried again, on a whole device",
             "given up": f"the family {record.family} is GIVEN UP: each trial of it so far failed",
         }.get(kind)
-        if said is not None:
-            self.console.print(f"held out: {held_out}  {said}", markup=False, soft_wrap=True)
-        if self.begun and kind != "end":
-            return
-        with contextlib.suppress(OSError, ValueError):  # a study that can't be read now must not end its search
+        # A study that can't be read now, or a terminal that is gone, must not end the search.
+        with contextlib.suppress(OSError, ValueError):
+            if said is not None:
+                self.console.print(f"held out: {held_out}  {said}", markup=False, soft_wrap=True)
+            if self.begun and kind != "end":
+                return
             snapshot = self.reader.read()
             if not self.begun:
                 self._begin(snapshot)

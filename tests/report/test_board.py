@@ -1,5 +1,6 @@
 """A search watched from outside: what the table says, and how little is read again."""
 
+import errno
 import io
 import json
 import os
@@ -218,3 +219,13 @@ def test_what_cannot_be_read_ends_no_search(study):
     fill(study)
     (study.path / "plan.json").write_text("{")
     TrialLines(study, console=Console(file=io.StringIO()))("end", study.trial(0, 0))
+
+
+def test_a_terminal_that_is_gone_ends_no_search(study):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    fill(study)
+    for kind in ("retry", "given up", "end"):
+        TrialLines(study, console=Console(file=Gone()))(kind, study.trial(0, 0))
