@@ -356,9 +356,10 @@ def foresee_search(
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
     begun: tuple[Seen, ...] = ()
     used = Spent()
+    queues: tuple[tuple[str, ...], ...] = ()
     if earlier is not None and Study.has_begun(earlier):
         there = Study.create(earlier, specification, [])  # only opened, or refused
-        begun, used = Reader(there).read().trials, spent(there)
+        begun, used, queues = Reader(there).read().trials, spent(there), Course.of(there).queues
     recipes = default_recipes(read)
     place = cache_dir or default_cache_dir()
     indexes = [DomainIndex.load(study.index_path(name)) for name in specification.fingerprints]
@@ -385,7 +386,8 @@ def foresee_search(
             )
         except RuntimeError as error:  # no such device, no memory for it, or diverged
             unmeasured[family] = str(error).splitlines()[0]
-    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), tuple(read.family_names), floor)
+    names = tuple(read.family_names)
+    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), names, floor, queues)
     images = sum(map(len, indexes)) * specification.resolution**2 * 3 if cache == "disk" else 0
     return Plan.of(
         course,

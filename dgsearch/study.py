@@ -339,6 +339,11 @@ class Study:
         """Record what a search is asked for."""
         write_json(self.path / "plan.json", plan)
 
+    def queue(self, fold: int) -> dict[str, Any]:
+        """Return the parameters that a fold's trials are given after the defaults, and where they are from."""
+        file = self.fold_dir(fold) / "queue.json"
+        return read_json(file) if file.exists() else {"origins": [], "parameters": []}
+
     def index_path(self, domain: str) -> Path:
         """Return where a source domain's index is kept."""
         number = list(self.specification.fingerprints).index(domain)

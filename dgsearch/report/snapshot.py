@@ -30,6 +30,7 @@ class Seen:
     kind: str = ""  # of failure
     reason: str = ""
     log: str | None = None  # what it printed and raised, where it did
+    queued: int | None = None  # its place in the fold's queue, if it is from there
 
     @classmethod
     def of(cls, record: TrialRecord) -> "Seen":
@@ -48,6 +49,7 @@ class Seen:
             str(record.result.get("kind") or ""),
             str(record.result.get("reason") or ""),
             str(logs[-1]) if logs else None,
+            record.queued,
         )
 
 
@@ -61,6 +63,7 @@ class Course:
     defaults: tuple[str, ...] = ()
     floored: tuple[str, ...] = ()  # families that have a floor of trials
     floor: int = 0
+    queues: tuple[tuple[str, ...], ...] = ()  # families of the parameters that each fold is given after the defaults
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -89,7 +92,8 @@ class Course:
         budget = Budget(plan.get("trials"), plan.get("hours"), plan.get("device_hours"))
         floored = tuple(plan.get("families", ()))
         defaults = tuple(dict.fromkeys((*([plan["baseline"]] if "baseline" in plan else []), *floored)))
-        return cls(len(study.folds), study.specification.steps, budget, defaults, floored, plan.get("floor", 0))
+        queues = tuple(tuple(p["family"] for p in study.queue(fold.number)["parameters"]) for fold in study.folds)
+        return cls(len(study.folds), study.specification.steps, budget, defaults, floored, plan.get("floor", 0), queues)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from dgsearch.study import (
     TrialRecord,
     append_line,
     drop_torn_line,
-    read_json,
     read_lines,
     storage_fault,
     write_json,
@@ -242,8 +241,7 @@ class FoldSearch:
         for line in read_lines(self.folder / "verdicts.jsonl"):
             self._take(line)
         self.running: dict[int, _Running] = {}
-        queue = self.folder / "queue.json"
-        self.queue: dict[str, Any] = read_json(queue) if queue.exists() else {"origins": [], "parameters": []}
+        self.queue = study.queue(fold.number)
         self.queued = 0  # how much of the queue is used up
         journal = str(self.folder / "journal.log")
         drop_torn_line(Path(journal))

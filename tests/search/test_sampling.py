@@ -10,6 +10,7 @@ from test_engine import FAMILIES, assert_whole, make_space, make_study, summary
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.line import plan_folds
 from dgsearch.recipe import decode, encode
+from dgsearch.report.snapshot import Course
 from dgsearch.search.engine import Assignment, Engine, Outcome, run_guarded
 from dgsearch.search.local import _report, run_local
 from dgsearch.search.warm import warm
@@ -190,6 +191,7 @@ def test_the_deploy_fold_begins_with_what_the_others_found_and_they_learn_nothin
     assert not (study.fold_dir(0) / "queue.json").exists()
     bests = [max(study.trials(n), key=lambda t: (t.state == "complete", t.best.mean)) for n in (0, 1)]
     assert queue["origins"] == [f"fold {t.fold} trial {t.number}" for t in bests] and queue["parameters"]
+    assert Course.of(study).queues == ((), (), tuple(p["family"] for p in queue["parameters"]))
     best = [t.recipe for t in bests]
     given = [t.recipe for t in study.trials(2) if t.queued is not None]
     defaults = [t.recipe for t in study.trials(2)[:3]]
