@@ -217,6 +217,7 @@ def search(
                     trials=trials,
                     hours=hours,
                     device_hours=device_hours,
+                    floor=floor,
                     keep=keep,
                     executor=where,
                     cache=cache,
@@ -264,10 +265,8 @@ def search(
     option = ENDED_BY[ended_by]
     if as_json:
         _out(line.as_json(line.status(opened)))
-    screen.print(
-        f"searched for {seconds:.0f} s; {option} is used up: the same command with a larger {option} goes on",
-        soft_wrap=True,
-    )
+    used_up = f"{option} is used up: the same command with a larger {option} goes on"
+    screen.print(f"searched for {seconds:.0f} s; {option if ended_by == 'families' else used_up}", soft_wrap=True)
     if (reason := line.all_failed(opened)) is not None:
         screen.print(f"error: every trial of a fold failed, the first with: {reason}", markup=False, soft_wrap=True)
         raise typer.Exit(1)

@@ -64,17 +64,14 @@ class Executor:
 
     @property
     def at_once(self) -> int:
-        """How many trials run at once. A cluster is asked for its resources."""
+        """How many trials run at once. A cluster is asked for its nodes."""
         if self.kind == "local":
             return 1
         if self.max_concurrent is not None:
             return self.max_concurrent
-        from dgsearch.search.ray_tune import resources  # Ray takes seconds to import
+        from dgsearch.search.ray_tune import cluster_room  # Ray takes seconds to import
 
-        found = resources(self.address)
-        fits = [int(found["CPU"] / self.cpus_per_trial)] if self.cpus_per_trial else []
-        fits += [int(found["GPU"] / self.gpus_per_trial)] if self.gpus_per_trial else []
-        return max(1, min(fits, default=1))
+        return max(1, cluster_room(self.address, cpus=self.cpus_per_trial, gpus=self.gpus_per_trial))
 
 
 def plan_folds(
@@ -248,6 +245,8 @@ def search(
 ) -> str:
     """Run a study's search until a budget is used up, and return which; go on where an earlier session left off.
 
+    A search also ends, by ``families``, when each fold has given up all of them.
+
     Budgets are ``trials`` a fold (8 where no budget is given), ``hours`` of searching and ``device_hours``, over all
     sessions of the study. Trials that run when hours or device-hours are used up go on to their end. ``keep`` is
     ``best``, the weights of the top 5 trials a fold and of the best a family, or ``all``.
@@ -293,7 +292,7 @@ def search(
             if engine.left:
                 _run(engine, executor, cache_dir, cache, note)
         finally:
-            engine.meter.write()
+            engine.close()
     assert engine.ended_by is not None
     return engine.ended_by
 
@@ -335,6 +334,7 @@ def foresee_search(
     trials: int | None = None,
     hours: float | None = None,
     device_hours: float | None = None,
+    floor: int = FLOOR,
     keep: str = "best",
     executor: Executor = Executor(),  # noqa: B008 - frozen
     cache_dir: Path | None = None,
@@ -356,9 +356,10 @@ def foresee_search(
     read = read_space(space, network=specification.network, batch_size=specification.batch_size)
     begun: tuple[Seen, ...] = ()
     used = Spent()
+    queues: tuple[tuple[str, ...], ...] = ()
     if earlier is not None and Study.has_begun(earlier):
         there = Study.create(earlier, specification, [])  # only opened, or refused
-        begun, used = Reader(there).read().trials, spent(there)
+        begun, used, queues = Reader(there).read().trials, spent(there), Course.of(there).queues
     recipes = default_recipes(read)
     place = cache_dir or default_cache_dir()
     indexes = [DomainIndex.load(study.index_path(name)) for name in specification.fingerprints]
@@ -385,7 +386,8 @@ def foresee_search(
             )
         except RuntimeError as error:  # no such device, no memory for it, or diverged
             unmeasured[family] = str(error).splitlines()[0]
-    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), tuple(read.family_names), FLOOR)
+    names = tuple(read.family_names)
+    course = Course(len(study.folds), specification.steps, budget, tuple(recipes), names, floor, queues)
     images = sum(map(len, indexes)) * specification.resolution**2 * 3 if cache == "disk" else 0
     return Plan.of(
         course,
@@ -415,13 +417,15 @@ def all_failed(study: Study) -> str | None:
 
 
 def unfinished(study: Study) -> str | None:
-    """Return how much of the latest search is still to do, or None if it is done."""
+    """Return how much of the latest search is still to do, or None if it is done.
+
+    Trials that run when hours or device-hours are used up are still to end; interrupted ones then need a larger budget.
+    """
     snapshot = Reader(study).read()
-    if snapshot.ended_by is not None:
-        return None
     ended = sum(t.state != "running" for t in snapshot.trials)
-    asked = snapshot.course.budget.trials
-    return f"{ended} {'' if asked is None else f'of {asked * len(study.folds)} '}trials have ended"
+    if snapshot.ended_by is not None and (snapshot.driver is None or ended == len(snapshot.trials)):
+        return None
+    return f"{ended} {'' if snapshot.asked is None else f'of {snapshot.asked} '}trials have ended"
 
 
 def select(study: Study, *, criterion: str = "training-domain") -> Selection:

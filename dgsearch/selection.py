@@ -77,7 +77,7 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
     for fold in study.folds:
         complete = [t for t in study.trials(fold.number) if t.state == "complete"]
         if not complete:
-            raise ValueError(f"no complete trial in the fold that holds out {', '.join(fold.held_out)}")
+            raise ValueError(f"no complete trial in the fold that holds out {', '.join(fold.held_out) or 'none'}")
         chosen.append(_best(fold, complete, score))
         read += [(t.fold, t.number, [(e.step, e.accuracy) for e in t.evaluations]) for t in complete]
     digest = hashlib.blake2b(json.dumps(read).encode(), digest_size=16).hexdigest()

@@ -119,11 +119,18 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """Yield the whole lines of a file of JSON lines; a last line cut in half is left out."""
+    """Yield the whole lines of a file of JSON lines; a last line cut in half is left out.
+
+    Raises:
+        ValueError: at a line that is damaged; it names the file.
+    """
     if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} of {path} is not JSON: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class Study:
     def create(cls, path: Path, specification: Specification, indexes: list[DomainIndex]) -> "Study":
         """Create the directory, or open it if it was created with the same specification.
 
-        A study in which no trial has begun may be defined anew.
+        A study in which no trial has begun, and that nobody drives, may be defined anew.
 
         Raises:
             ValueError: if it holds another study (what differs is said), or something else, or can't be
@@ -232,7 +239,7 @@ class Study:
         """
         file = path / "study.json"
         try:
-            if cls.has_begun(path):
+            if cls.has_begun(path) or lease.holder(path / "sessions") is not None:
                 study = cls.open(path)
                 difference = study.specification.difference(specification)
                 if difference is not None:
@@ -331,6 +338,11 @@ class Study:
     def plan(self, plan: dict[str, Any]) -> None:
         """Record what a search is asked for."""
         write_json(self.path / "plan.json", plan)
+
+    def queue(self, fold: int) -> dict[str, Any]:
+        """Return the parameters that a fold's trials are given after the defaults, and where they are from."""
+        file = self.fold_dir(fold) / "queue.json"
+        return read_json(file) if file.exists() else {"origins": [], "parameters": []}
 
     def index_path(self, domain: str) -> Path:
         """Return where a source domain's index is kept."""

@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import DOMAINS, write_images
 
-from dgsearch import cli
+from dgsearch import cli, line
+from dgsearch.line import Executor
 from dgsearch.study import Study
+from dgsearch.train import Cost
 
 SPACE = Path(__file__).parent / "lean.toml"
 COMMAND = (sys.executable, "-m", "dgsearch")
@@ -338,6 +341,20 @@ def test_a_plan_is_measured_and_leaves_nothing_behind(data, tmp_path, here):
     assert "2 folds × 6 trials, 2 families, 20 steps a trial" in text and "240 at most" in text
 
 
+def test_a_plan_has_the_floor_and_the_room_of_the_search(data, tmp_path, here, monkeypatch):
+    def cost(recipe, *_, **__):
+        return Cost({"erm": 1.0, "coral": 2.0}[recipe.objective.choice()], 0, 0, 20, 1, 1)
+
+    monkeypatch.setattr(line, "measure", cost)
+    options = search_options(data, tmp_path / "s", executor="local", targets="photo", trials=3)
+    free, erm = (json.loads(here(*options, "--floor", n, "--plan", "--json")[0])["seconds"] for n in (0, 2))
+    assert free > erm  # the third trial: of any family, or the first of a floor
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert Executor(gpus_per_trial=0.3).at_once == 12  # three on each GPU, as the search has them
+    assert Executor(cpus_per_trial=0.1).at_once == 640 and Executor(cpus_per_trial=128).at_once == 1
+
+
 def test_hours_end_a_search_and_the_plan_says_what_is_left(data, tmp_path, here):
     study = tmp_path / "s"
     options = search_options(data, study, executor="local", targets="photo,sketch")
@@ -393,3 +410,6 @@ def test_a_search_whose_every_trial_fails_ends_early_with_exit_1(data, tmp_path,
     assert len(Study.open(study).trials(0)) == 2
     assert [line.split("family ")[1].split()[0] for line in err.splitlines() if "GIVEN UP" in line] == ["erm", "coral"]
     assert "error: every trial of a fold failed, the first with: RuntimeError: no such thing" in err
+    assert "; every family is given up\n" in err and "goes on" not in err
+    found = json.loads(here("status", study, "--json")[0])
+    assert (found["state"], found["ended_by"], found["left"]["trials"]) == ("finished", "families", 0)

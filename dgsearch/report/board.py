@@ -15,7 +15,12 @@ from dgsearch.report.snapshot import Seen, Snapshot, by_family, counts
 
 WIDE = 60  # characters, from which on the last columns are shown
 SHOWN = 5  # failures; JSON has all
-ENDED_BY = {"trials": "--trials", "hours": "--hours", "device_hours": "--device-hours"}
+ENDED_BY = {
+    "trials": "--trials",
+    "hours": "--hours",
+    "device_hours": "--device-hours",
+    "families": "every family is given up",
+}
 
 
 def left(snapshot: Snapshot) -> Foresight:
@@ -39,7 +44,7 @@ def as_data(snapshot: Snapshot) -> dict[str, Any]:
             | counts(trials)
             | {"families": {name: counts(found) for name, found in by_family(trials).items()}}
             for fold in snapshot.folds
-            for trials in [[t for t in snapshot.trials if t.fold == fold.number]]
+            for trials in [snapshot.of(fold)]
         ],
         "failures": [
             {"fold": t.fold, "trial": t.number, "family": t.family, "kind": t.kind, "reason": t.reason, "log": t.log}
@@ -80,10 +85,10 @@ def _table(name: str, last: str, *, wide: bool) -> Table:
 
 def _folds(snapshot: Snapshot, *, wide: bool) -> Table:
     table = _table("held out", "family", wide=wide)
-    asked = snapshot.course.budget.trials
     for fold in snapshot.folds:
-        trials = [t for t in snapshot.trials if t.fold == fold.number]
-        of = "" if asked is None else f"/{max(asked, len(trials))}"
+        trials = snapshot.of(fold)
+        asked = snapshot.course.asked(trials)
+        of = "" if asked is None else f"/{asked}"
         best = _best(trials)
         last = [escape(best.family) if best else ""] if wide else []
         table.add_row(escape(_held_out(fold.held_out)), *_cells(trials, of), *last)

@@ -1,5 +1,6 @@
 """How much of a search is still to do: steps, time and device-hours, from what its trials have cost so far."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,14 +63,16 @@ def step_seconds(trials: Sequence[Seen], measured: Mapping[str, float]) -> dict[
     return dict(measured) | {name: seconds[name] / count for name, count in steps.items() if count}
 
 
-def _to_begin(course: Course, begun: Sequence[Seen]) -> tuple[list[tuple[str, bool]], int]:
+def _to_begin(course: Course, begun: Sequence[Seen], queue: Sequence[str]) -> tuple[list[tuple[str, bool]], int]:
     """Return the trials of a fold whose family is known before they begin (and if default), and how many others."""
-    assert course.budget.trials is not None
-    room = max(0, course.budget.trials - len(begun))
+    room = (course.asked(begun) or 0) - len(begun)
     ran = {t.family for t in begun if t.default}
+    remaining = course.remaining(begun)
     known = [(name, True) for name in course.defaults if name not in ran]
+    used = max((t.queued + 1 for t in begun if t.queued is not None), default=0)
+    known += [(name, False) for name in queue[used:] if name in remaining]
     had = Counter(t.family for t in begun) + Counter(name for name, _ in known)
-    known += [(name, False) for name in course.floored for _ in range(course.floor - had[name])]
+    known += [(name, False) for n in range(course.floor) for name in remaining if had[name] <= n]
     return known[:room], room - len(known[:room])
 
 
@@ -86,8 +89,8 @@ def foresee(
 
     A family's step costs what it has cost so far, evaluations included, or what was ``measured`` (seconds, by
     family); a family not yet seen costs the mean of those that were. Trials to begin are the defaults, which are
-    spared as the engine spares them, then floors, then free ones: of the families as often as drawn so far.
-    ``concurrent`` trials run at once, each on ``devices``. Hours and device-hours bound it: trials that run when
+    spared as the engine spares them, then queues, then floors, then free ones: of the families as often as drawn so
+    far. ``concurrent`` trials run at once, each on ``devices``. Hours and device-hours bound it: trials that run when
     they are used up go on to their end.
     """
     rungs, steps = course.rungs, course.steps
@@ -108,9 +111,10 @@ def foresee(
     free_steps = steps_of("", False)
     at_once = max(1, concurrent)
     seconds = count = math.inf
-    if course.budget.trials is not None:
-        for fold in range(course.folds):
-            known, others = _to_begin(course, [t for t in trials if t.fold == fold])
+    folds = [[t for t in trials if t.fold == fold] for fold in range(course.folds)]
+    if all(course.asked(fold) is not None for fold in folds):
+        for fold, queue in itertools.zip_longest(folds, course.queues, fillvalue=()):
+            known, others = _to_begin(course, fold, queue)
             sizes = [(steps_of(family, default), family) for family, default in known]
             work += [(n, n * costs.get(family, usual)) for n, family in sizes]
             work += [(free_steps, free_steps * usual_free)] * others

@@ -57,8 +57,8 @@ class Plan:
         a_fold = asked if asked is not None else total / course.folds
         kept = a_fold if keep == "all" else min(a_fold, TOP + len(course.floored))
         evaluations = (left.steps or 0) / course.steps * len(evaluation_steps(course.steps))
-        to_end = sum(max(0, asked - sum(t.fold == n and t.state != "running" for t in begun))
-                     for n in range(course.folds)) if asked is not None else None  # fmt: skip
+        folds = [[t for t in begun if t.fold == n] for n in range(course.folds)]
+        to_end = sum((course.asked(fold) or 0) - sum(t.state != "running" for t in fold) for fold in folds)
         return cls(
             course,
             len(begun),
@@ -67,7 +67,7 @@ class Plan:
             dict(costs),
             dict(unmeasured),
             left,
-            None if to_end is None else to_end * course.steps,
+            None if asked is None else to_end * course.steps,
             round(course.folds * kept * max((c.weights for c in costs.values()), default=0)),
             round(evaluations * max((c.record for c in costs.values()), default=0) + FILES * (left.trials or 0)),
             image_bytes,

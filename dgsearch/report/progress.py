@@ -27,7 +27,6 @@ class TrialLines:
         self.console = console
         self.reader = reader or Reader(study)
         self.begun = False
-        self.best: dict[int, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -44,11 +43,12 @@ class TrialLines:
             "retry": f"t{record.number:04d} {record.family} ran out of memory and is tried again, on a whole device",
             "given up": f"the family {record.family} is GIVEN UP: each trial of it so far failed",
         }.get(kind)
-        if said is not None:
-            self.console.print(f"held out: {held_out}  {said}", markup=False, soft_wrap=True)
-        if self.begun and kind != "end":
-            return
-        with contextlib.suppress(OSError, ValueError):  # a study that can't be read now must not end its search
+        # A study that can't be read now, or a terminal that is gone, must not end the search.
+        with contextlib.suppress(OSError, ValueError):
+            if said is not None:
+                self.console.print(f"held out: {held_out}  {said}", markup=False, soft_wrap=True)
+            if self.begun and kind != "end":
+                return
             snapshot = self.reader.read()
             if not self.begun:
                 self._begin(snapshot)
@@ -62,8 +62,7 @@ class TrialLines:
             self.console.print(f"going on: {done}{self._of(snapshot)} trials have ended")
 
     def _of(self, snapshot: Snapshot) -> str:
-        asked = snapshot.course.budget.trials
-        return "" if asked is None else f" of {max(asked * len(self.folds), len(snapshot.trials))}"
+        return "" if snapshot.asked is None else f" of {snapshot.asked}"
 
     def _end(self, snapshot: Snapshot, record: TrialRecord) -> None:
         ended = [t for t in snapshot.trials if t.state != "running"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dgsearch.lease import holder
 from dgsearch.search.budget import Budget, Spent, spent
-from dgsearch.search.engine import rungs
+from dgsearch.search.engine import not_given_up, rungs
 from dgsearch.search.retention import LOG
 from dgsearch.study import STATES, Fold, Study, TrialRecord
 
@@ -30,6 +30,7 @@ class Seen:
     kind: str = ""  # of failure
     reason: str = ""
     log: str | None = None  # what it printed and raised, where it did
+    queued: int | None = None  # its place in the fold's queue, if it is from there
 
     @classmethod
     def of(cls, record: TrialRecord) -> "Seen":
@@ -48,6 +49,7 @@ class Seen:
             str(record.result.get("kind") or ""),
             str(record.result.get("reason") or ""),
             str(logs[-1]) if logs else None,
+            record.queued,
         )
 
 
@@ -61,11 +63,27 @@ class Course:
     defaults: tuple[str, ...] = ()
     floored: tuple[str, ...] = ()  # families that have a floor of trials
     floor: int = 0
+    queues: tuple[tuple[str, ...], ...] = ()  # families of the parameters that each fold is given after the defaults
 
     @property
     def rungs(self) -> tuple[int, ...]:
         """The steps at which a trial may be stopped."""
         return tuple(rungs(self.steps))
+
+    def remaining(self, trials: Sequence[Seen]) -> list[str]:
+        """Return the families that a fold with these trials has not given up."""
+        failed = (t.family for t in trials if t.state == "failed")
+        return not_given_up(self.floored, begun=(t.family for t in trials), failed=failed)
+
+    def is_given_up(self, trials: Sequence[Seen]) -> bool:
+        """Whether a fold with these trials has given up every family."""
+        return bool(self.floored) and not self.remaining(trials)
+
+    def asked(self, trials: Sequence[Seen]) -> int | None:
+        """Return how many trials a fold that has these is to have; None if they are without number."""
+        if self.is_given_up(trials):
+            return len(trials)
+        return None if self.budget.trials is None else max(self.budget.trials, len(trials))
 
     @classmethod
     def of(cls, study: Study) -> "Course":
@@ -74,7 +92,8 @@ class Course:
         budget = Budget(plan.get("trials"), plan.get("hours"), plan.get("device_hours"))
         floored = tuple(plan.get("families", ()))
         defaults = tuple(dict.fromkeys((*([plan["baseline"]] if "baseline" in plan else []), *floored)))
-        return cls(len(study.folds), study.specification.steps, budget, defaults, floored, plan.get("floor", 0))
+        queues = tuple(tuple(p["family"] for p in study.queue(fold.number)["parameters"]) for fold in study.folds)
+        return cls(len(study.folds), study.specification.steps, budget, defaults, floored, plan.get("floor", 0), queues)
 
 
 @dataclass(frozen=True)
@@ -88,14 +107,22 @@ class Snapshot:
     driver: dict[str, Any] | None
     begun: bool = True  # whether a search was ever asked for
 
+    def of(self, fold: Fold) -> list[Seen]:
+        """Return a fold's trials."""
+        return [t for t in self.trials if t.fold == fold.number]
+
+    @cached_property
+    def asked(self) -> int | None:
+        """How many trials all folds are to have; None if they are without number."""
+        counts = [self.course.asked(self.of(fold)) for fold in self.folds]
+        return None if None in counts else sum(count or 0 for count in counts)
+
     @cached_property
     def ended_by(self) -> str | None:
-        """Which budget leaves nothing more to begin and, of trials, nothing to end; None while all have room."""
-        asked = self.course.budget.trials
-        ended = [sum(t.fold == fold.number and t.state != "running" for t in self.trials) for fold in self.folds]
-        if asked is not None and all(count >= asked for count in ended):
-            return "trials"
-        return self.course.budget.used_up(self.spent)
+        """What leaves nothing more to begin, as the engine says it; of trials and families, nothing to end either."""
+        if any(t.state == "running" for t in self.trials) or self.asked != len(self.trials):
+            return self.course.budget.used_up(self.spent)
+        return "families" if all(self.course.is_given_up(self.of(fold)) for fold in self.folds) else "trials"
 
     @property
     def state(self) -> str:

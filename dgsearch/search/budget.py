@@ -1,8 +1,8 @@
 """What a search may use, and what it has used over all its sessions: trials, hours and device-hours.
 
 A session keeps ``sessions/0001/session.json``: how long it has searched, and the training seconds of its trials
-times the devices that each reserved. It is written as the search goes, so that a killed session counts up to about
-its trials' last evaluations.
+times the devices that each reserved (a trial tried again on a whole device reserves that one). It is written as the
+search goes, so that a killed session counts up to about its trials' last evaluations.
 """
 
 import time
@@ -89,6 +89,7 @@ class Meter:
         self.device_seconds = 0.0
         self.concurrent = 0
         self._heard: dict[tuple[int, int], float] = {}  # when each running trial was last heard of
+        self._whole: set[tuple[int, int]] = set()  # trials that have a whole device where others have a share
         self.write()
 
     def spent(self) -> Spent:
@@ -101,9 +102,11 @@ class Meter:
             self.devices,
         )
 
-    def begin(self, trial: tuple[int, int]) -> None:
+    def begin(self, trial: tuple[int, int], *, whole_device: bool = False) -> None:
         """Note that a trial was handed out."""
         self._heard[trial] = self.clock()
+        if whole_device:
+            self._whole.add(trial)
         if len(self._heard) > self.concurrent:
             self.concurrent = len(self._heard)
             self.write()
@@ -119,7 +122,8 @@ class Meter:
 
     def _count(self, trial: tuple[int, int], seconds: float) -> None:
         self._heard[trial] = self.clock()
-        self.device_seconds += max(0.0, seconds) * self.devices
+        devices = max(1.0, self.devices) if trial in self._whole else self.devices
+        self.device_seconds += max(0.0, seconds) * devices
         if self.clock() - self._written >= EVERY:
             self.write()
 

@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from dgsearch.study import (
     TrialRecord,
     append_line,
     drop_torn_line,
-    read_json,
     read_lines,
     storage_fault,
     write_json,
@@ -152,6 +151,12 @@ def default_recipes(space: SearchSpace) -> dict[str, Recipe]:
     return {name: recipe.resolve(space.network) for name, recipe in found.items()}
 
 
+def not_given_up(families: Sequence[str], *, begun: Iterable[str], failed: Iterable[str]) -> list[str]:
+    """Return the families not given up, by those of a fold's trials; one is when every trial of it so far failed."""
+    trials, failures = Counter(begun), Counter(failed)
+    return [name for name in families if not failures[name] or trials[name] > failures[name]]
+
+
 def rungs(steps: int) -> list[int]:
     """Return the steps at which a trial may be stopped: its evaluations at 10 % and 30 %."""
     at = evaluation_steps(steps)
@@ -236,8 +241,7 @@ class FoldSearch:
         for line in read_lines(self.folder / "verdicts.jsonl"):
             self._take(line)
         self.running: dict[int, _Running] = {}
-        queue = self.folder / "queue.json"
-        self.queue: dict[str, Any] = read_json(queue) if queue.exists() else {"origins": [], "parameters": []}
+        self.queue = study.queue(fold.number)
         self.queued = 0  # how much of the queue is used up
         journal = str(self.folder / "journal.log")
         drop_torn_line(Path(journal))
@@ -311,14 +315,15 @@ class FoldSearch:
         record = running.record
         folder = record.folder / self.session
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = sorted((p for p in record.folder.iterdir() if p.is_dir() and p != folder), reverse=True)
-        there = [[file for name in CHECKPOINTS if (file := p / name).exists()] for p in earlier]
+        sessions = sorted((p for p in record.folder.iterdir() if p.is_dir()), reverse=True)
+        there = [[file for name in CHECKPOINTS if (file := p / name).exists()] for p in sessions]
         there = [files for files in there if files]
         whole = (files for files in there if any(read_checkpoint(file) is not None for file in files))
         for file in next(whole, there[0] if there else []):
             # A copy: a worker of a dead session that still writes can't reach this session's folder. A damaged
             # one comes along, so that the trial says what it passed over.
-            shutil.copyfile(file, folder / file.name)
+            if file.parent != folder:  # as it is where the trial is tried again in the session
+                shutil.copyfile(file, folder / file.name)
         sources = tuple(str(self.study.index_path(name).resolve()) for name in self.fold.sources)
         return Assignment(
             self.fold.number, record.number, record.recipe, sources, str(folder.resolve()), record.whole_device
@@ -390,8 +395,8 @@ class FoldSearch:
 
     @property
     def remaining(self) -> list[str]:
-        """The families not given up: one is when every trial of it so far has failed, its defaults first of all."""
-        return [f for f in self._order if not self.failures.count(f) or self.families.count(f) > self.failures.count(f)]
+        """The families not given up."""
+        return not_given_up(self._order, begun=self.families, failed=self.failures)
 
     @property
     def past_defaults(self) -> bool:
@@ -477,7 +482,7 @@ class FoldSearch:
 
     def stopped(self, number: int) -> bool:
         """Whether a verdict has stopped a trial."""
-        return any(stop for (trial, _), stop in self.verdicts.items() if trial == number)
+        return any(self.verdicts.get((number, step)) for step in self.rungs)
 
     # -- tell
 
@@ -551,8 +556,8 @@ def _resumptions(folder: Path) -> dict[str, Any]:
 class Engine:
     """The search over all folds of a study, which share the workers: the fold with the fewest trials is next.
 
-    A fold that holds nothing out goes beyond its defaults when the others have begun all their trials, and takes
-    the best recipe of each.
+    A fold that holds nothing out goes beyond its defaults when the others have begun all their trials, if trials alone
+    end the search, and takes the best recipe of each.
     """
 
     def __init__(
@@ -598,12 +603,22 @@ class Engine:
             self.fault = error
             raise
 
+    def close(self) -> None:
+        """Write what the session has used, unless another driver has followed: then it slept, and used nothing."""
+        with contextlib.suppress(ValueError):
+            self.study.check_driver()
+            self.meter.write()
+
     def _open(self, fold: FoldSearch) -> bool:
         """Whether a fold still has a trial to begin."""
-        return len(fold.families) < self._trials and bool(fold.remaining or not fold.past_defaults)
+        return len(fold.families) < self._trials and bool(fold.remaining)
 
     def _is_waiting(self, fold: FoldSearch) -> bool:
-        """Whether a fold with every domain as a source is to see first what the others found."""
+        """Whether a fold that takes others' recipes is to wait for these: hours may end before the others do."""
+        return self._takes(fold) and self.budget.hours is None and self.budget.device_hours is None
+
+    def _takes(self, fold: FoldSearch) -> bool:
+        """Whether a fold's next trials may have the recipes of others."""
         return not fold.fold.held_out and fold.past_defaults
 
     def ask(self) -> Assignment | None:
@@ -619,22 +634,22 @@ class Engine:
             waiting = [fold for fold in self.folds if fold.unfinished]
             open_ = [fold for fold in self.folds if self._open(fold)]
             fold = waiting[0] if waiting else min(open_, key=lambda f: (self._is_waiting(f), len(f.families)))
-            if not waiting and self._is_waiting(fold):
+            if not waiting and self._takes(fold):
                 self._collect(fold)
             assignment = fold.ask()
-            self.meter.begin((assignment.fold, assignment.number))
+            self.meter.begin((assignment.fold, assignment.number), whole_device=assignment.whole_device)
             self.on_event("begin", fold.running[assignment.number].record)
         return assignment
 
     def _collect(self, fold: FoldSearch) -> None:
-        """Queue the best complete trial of each other fold, once: into a fold that holds nothing out."""
+        """Queue the trial that is the best of each other fold by now, once: into a fold that holds nothing out."""
         for other in self.folds:
-            origin = f"fold {other.fold.number}"
-            if not other.fold.held_out or origin in fold.queue["origins"]:
+            if not other.fold.held_out or not other.complete:
                 continue
-            complete = [t for t in self.study.trials(other.fold.number) if t.state == "complete"]
-            if complete:
-                best = max(complete, key=lambda t: (t.best.mean if t.best else 0.0, -t.number))
+            number = max(other.complete.values(), key=lambda t: (t.scores, -t.number)).number
+            origin = f"fold {other.fold.number} trial {number}"
+            if origin not in fold.queue["origins"]:
+                best = self.study.trial(other.fold.number, number)
                 parameters = fold.space.parameters_of(best.family, best.recipe)
                 fold.enqueue(origin, [] if parameters is None else [parameters])
 
@@ -667,9 +682,10 @@ class Engine:
 
     @property
     def ended_by(self) -> str | None:
-        """Which budget has no room for another trial: trials, hours, device_hours; None while all have."""
-        begun = not any(fold.unfinished or self._open(fold) for fold in self.folds)
-        return "trials" if begun else self.budget.used_up(self.meter.spent())
+        """What leaves no room for another trial: a budget, or ``families``, all given up in each fold; else None."""
+        if any(fold.unfinished or self._open(fold) for fold in self.folds):
+            return self.budget.used_up(self.meter.spent())
+        return "trials" if any(fold.remaining for fold in self.folds) else "families"
 
     @property
     def left(self) -> int:

@@ -27,7 +27,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from dgsearch.search.engine import Assignment, Engine, Outcome, Trial, ended_by_signals, run_guarded
-from dgsearch.search.nodes import Look, Needs, Nodes, await_sight
+from dgsearch.search.nodes import Look, Needs, Nodes, await_sight, room
 from dgsearch.search.worker_log import logged
 from dgsearch.train import Evaluation
 
@@ -269,16 +269,16 @@ def run_ray(
             ray.shutdown()
 
 
-def resources(address: str) -> dict[str, float]:
-    """Return how many CPUs and GPUs a cluster has; of ``local``, this machine's, without starting one."""
+def cluster_room(address: str, *, cpus: float, gpus: float) -> int:
+    """Return how many trials the nodes of a cluster hold; of ``local``, this machine, without starting one."""
     if address == "local":
-        return {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
+        return room({"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}, cpus=cpus, gpus=gpus)
     _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ValueError(f"no Ray cluster at --address {address} ({str(error).splitlines()[0]})") from None
     try:
-        return {"CPU": 0.0, "GPU": 0.0} | ray.cluster_resources()
+        return sum(room(node["Resources"], cpus=cpus, gpus=gpus) for node in ray.nodes() if node["Alive"])
     finally:
         ray.shutdown()

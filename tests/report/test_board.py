@@ -1,5 +1,6 @@
 """A search watched from outside: what the table says, and how little is read again."""
 
+import errno
 import io
 import json
 import os
@@ -9,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from dgsearch import lease
+from dgsearch import lease, line
 from dgsearch.recipe import Recipe, encode
 from dgsearch.report import progress
 from dgsearch.report.board import as_data, render_board
@@ -136,6 +137,17 @@ def test_a_finished_search_says_what_ended_it(study):
     assert found.ended_by == "trials" and "finished (--trials)" in render_board(found)
 
 
+def test_a_search_is_not_finished_while_trials_run_though_its_hours_are_used_up(study):
+    fill(study)
+    assert line.unfinished(study) == "3 of 6 trials have ended"
+    study.plan(PLAN | {"hours": 0.01})
+    assert line.unfinished(study) is None  # nobody drives it: what is interrupted waits for more hours
+    drive(study)
+    assert line.unfinished(study) == "3 of 6 trials have ended"
+    trial(study, 1, 0, state="complete")
+    assert line.unfinished(study) is None
+
+
 def test_trials_that_ended_are_read_once_and_others_when_they_change(study, monkeypatch):
     fill(study)
     read = []
@@ -207,3 +219,13 @@ def test_what_cannot_be_read_ends_no_search(study):
     fill(study)
     (study.path / "plan.json").write_text("{")
     TrialLines(study, console=Console(file=io.StringIO()))("end", study.trial(0, 0))
+
+
+def test_a_terminal_that_is_gone_ends_no_search(study):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    fill(study)
+    for kind in ("retry", "given up", "end"):
+        TrialLines(study, console=Console(file=Gone()))(kind, study.trial(0, 0))

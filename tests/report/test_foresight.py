@@ -1,5 +1,7 @@
 """What is left of a search, against figures worked out by hand."""
 
+import dataclasses
+
 import pytest
 
 from dgsearch.report.foresight import expected_steps, foresee, shares_past, step_seconds
@@ -81,6 +83,30 @@ def test_defaults_and_floors_that_are_left_are_counted_a_fold():
     coral = 50 * 0.2 + free * 0.2 + default * 0.2 + free * 0.2
     erm = free * 0.1 + 100 * 0.1 + free * 0.1
     assert found.seconds == pytest.approx(coral + erm + 4 * free * 0.15)
+
+
+def test_floors_are_filled_as_the_engine_does_the_family_with_the_fewest_trials_first():
+    free, default = 10 + 20 / 3 + 70 / 9, 30 + 70 / 3
+    found = foresee(course(4, floor=3), [], spent=Spent(), concurrent=1, measured={"erm": 0.1, "coral": 0.3})
+    assert found.seconds == pytest.approx(100 * 0.1 + default * 0.3 + free * 0.1 + free * 0.3)
+
+
+def test_what_is_queued_comes_between_defaults_and_floors_unless_its_family_is_given_up():
+    trials = [
+        seen(0, default=True, seconds=10.0),
+        seen(1, "coral", default=True, step=10, state="pruned", seconds=3.0),
+        seen(2, "coral", step=10, state="pruned", seconds=3.0),
+    ]
+    trials[2] = dataclasses.replace(trials[2], queued=0)
+    queued = dataclasses.replace(course(5, floor=2), queues=(("coral", "coral", "erm"),))
+    shares = shares_past((10, 30), trials)
+    free = 10 + 20 * shares[0] + 70 * shares[0] * shares[1]
+    assert foresee(queued, trials, spent=Spent(), concurrent=1).seconds == pytest.approx(free * 0.3 + free * 0.1)
+    failed = [dataclasses.replace(t, state="failed") if t.family == "coral" else t for t in trials]
+    shares = shares_past((10, 30), failed)
+    free = 10 + 20 * shares[0] + 70 * shares[0] * shares[1]
+    mean = (1 * 0.1 + 2 * 0.3) / 3  # of what was drawn freely so far, which a last trial is
+    assert foresee(queued, failed, spent=Spent(), concurrent=1).seconds == pytest.approx(free * 0.1 + free * mean)
 
 
 def test_hours_and_device_hours_bound_it():

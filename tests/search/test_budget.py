@@ -4,7 +4,7 @@ import pytest
 from toy_search import STEPS, Toy, make_space, make_study
 
 from dgsearch.search.budget import Budget, spent
-from dgsearch.search.engine import Engine
+from dgsearch.search.engine import Engine, Outcome
 from dgsearch.search.local import run_local
 from dgsearch.study import read_json
 
@@ -16,7 +16,7 @@ def search(study, toy, **budget) -> str | None:
     try:
         run_local(engine, toy)
     finally:
-        engine.meter.write()
+        engine.close()
     return engine.ended_by
 
 
@@ -66,6 +66,28 @@ def test_device_hours_are_training_seconds_times_devices_pruned_and_failed_trial
     assert (spent(study).devices, spent(study).concurrent, spent(study).sessions) == (2.0, 1, 2)
 
 
+def test_a_trial_tried_again_on_a_whole_device_uses_that_whole_device(tmp_path):
+    study, toy = make_study(tmp_path / "s"), Toy(seconds=1.0)
+
+    def short_of_memory(assignment, report):
+        if not assignment.whole_device:
+            toy.now += 7
+            raise MemoryError
+        return toy(assignment, report)
+
+    engine = Engine(study, make_space(), trials=1, devices=0.25, clock=toy.clock)
+    run_local(engine, short_of_memory)
+    assert engine.meter.spent().device_seconds == 0.25 * 7 + STEPS
+    # In a later session too.
+    study = make_study(tmp_path / "again")
+    engine = Engine(study, make_space(), trials=1, devices=0.25, clock=toy.clock)
+    assignment = engine.ask()
+    engine.tell(0, assignment.number, Outcome("failed", kind="out of memory"))
+    engine = Engine(study, make_space(), trials=1, devices=0.25, clock=toy.clock)
+    run_local(engine, toy)
+    assert engine.meter.device_seconds == STEPS
+
+
 class Killed(BaseException):
     """Stands for kill -9: nothing after it runs."""
 
@@ -93,6 +115,21 @@ def test_a_killed_session_counts_to_its_last_evaluation_and_its_trial_goes_on_wh
     assert [t.state for t in study.trials(0)] == ["complete"]
     # The toy began anew and took 1000 seconds; the trial's own record counts the 250 before as done.
     assert spent(study).seconds == 250 + 1000 and spent(study).device_seconds == 1000
+
+
+def test_the_sleep_of_a_driver_that_was_followed_counts_for_nothing(tmp_path):
+    study, toy = make_study(tmp_path / "s"), Toy(seconds=1.0)
+    with study.driven():
+        engine = Engine(study, make_space(), trials=2, clock=toy.clock)
+        assignment = engine.ask()
+        engine.tell(0, assignment.number, toy(assignment, lambda e: engine.report(0, assignment.number, e)))
+        assert spent(study).seconds == STEPS
+        (study.path / "sessions" / "0002").mkdir()  # another driver, while this one was suspended
+        toy.now += 36000
+        with pytest.raises(ValueError, match="was followed"):
+            engine.ask()
+        engine.close()
+    assert spent(study).seconds == STEPS
 
 
 def test_what_is_left_is_none_of_what_a_budget_forbids(tmp_path):

@@ -285,6 +285,9 @@ def test_a_line_cut_in_half_is_dropped(tmp_path):
     assert list(read_lines(path)) == [{"a": 1}]
     append_line(path, {"a": 2})
     assert list(read_lines(path)) == [{"a": 1}, {"a": 2}]
+    path.write_bytes(b'{"a": 1}\n\0\0\0\n{"a": 2}\n')
+    with pytest.raises(ValueError, match="line 2 of .*lines.jsonl is not JSON: "):
+        list(read_lines(path))
 
 
 def test_another_specification_is_refused_and_the_difference_named(tmp_path):
@@ -305,6 +308,15 @@ def test_another_specification_is_refused_and_the_difference_named(tmp_path):
         make_study(tmp_path / "other", space)
     with pytest.raises(ValueError, match="no study at"):
         Study.open(tmp_path / "nowhere")
+
+
+def test_a_study_that_somebody_drives_is_not_defined_anew_before_its_first_trial(tmp_path):
+    space = make_space()
+    study = make_study(tmp_path / "s", space)
+    study = make_study(tmp_path / "s", space, seed=1)
+    with study.driven(), pytest.raises(ValueError, match="of another search .seed: 1 there, 0 here."):
+        make_study(tmp_path / "s", space)
+    assert Study.open(study.path).specification.seed == 1
 
 
 def test_an_assignment_is_plain_data_and_holds_no_held_out_name(tmp_path):

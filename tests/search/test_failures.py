@@ -7,6 +7,8 @@ import pytest
 from test_engine import FAMILIES, Killed, assert_whole, finish, make_space, make_study, summary, toy
 
 from dgsearch import line
+from dgsearch.report.board import left, render_board
+from dgsearch.report.snapshot import Reader
 from dgsearch.search import engine as engine_module
 from dgsearch.search.engine import Assignment, Engine, Outcome, failure_kind, run_guarded
 from dgsearch.search.local import run_local
@@ -144,11 +146,37 @@ def test_a_fold_whose_families_all_failed_ends_early_with_the_reason(tmp_path):
 
     engine = Engine(study, space, trials=10)
     run_local(engine, trial)
-    assert engine.left == 0
+    assert engine.left == 0 and engine.ended_by == "trials"
     assert len(study.trials(0)) == 10 and len(study.trials(1)) == 3
     assert line.all_failed(study).startswith("RuntimeError: nothing works here (test_failures.py:")
+    # Those who watch do not wait for the seven that can't come.
+    study.plan({"trials": 10, "floor": 3, "baseline": "erm", "families": space.family_names})
+    seen = Reader(study).read()
+    assert (seen.state, seen.ended_by, seen.asked) == ("finished", "trials", 13)
+    assert left(seen).trials == 0 and line.unfinished(study) is None
+    assert [row.split()[1] for row in render_board(seen).splitlines()[1:3]] == ["10/10", "3/3"]
     again = Engine(study, space, trials=10)
     assert again.left == 0 and again.ask() is None
+
+
+@pytest.mark.parametrize("budget", [{"trials": 10}, {"hours": 1}], ids=lambda b: next(iter(b)))
+def test_a_search_that_has_given_up_every_family_is_over_whatever_its_budget(tmp_path, budget):
+    space = make_space(FAMILIES[1:])  # plain ERM, which is not among them, completes
+    study = make_study(tmp_path / "s", space)
+
+    def trial(assignment, report):
+        if assignment.number:
+            raise RuntimeError("no such thing")
+        return toy(assignment, report)
+
+    engine = Engine(study, space, **budget)
+    run_local(engine, trial)
+    assert engine.ended_by == "families" and engine.left == 0
+    study.plan(budget | {"floor": 3, "baseline": "erm", "families": space.family_names})
+    seen = Reader(study).read()
+    assert (seen.state, seen.ended_by, seen.asked) == ("finished", "families", 6)
+    assert "finished (every family is given up)" in render_board(seen) and left(seen).trials == 0
+    assert line.unfinished(study) is None
 
 
 def diverging(assignment: Assignment, report) -> Outcome:

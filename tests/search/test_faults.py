@@ -243,6 +243,13 @@ def test_the_newest_whole_checkpoint_of_any_session_goes_along(tmp_path):
         checkpoint("0001", name, 30, damaged=True)
         (study.trial_dir(0, 0) / "0004" / name).unlink()
     assert taken() == {newest: None, previous: None}  # none is whole: the trial begins again, and says so
+    # Tried again in one session, it goes on from what it had reached in that session.
+    checkpoint("0001", newest, 30)
+    engine = Engine(study, space, trials=1)
+    engine.ask()
+    checkpoint(engine.session, newest, 60)
+    engine.tell(0, 0, Outcome("failed", kind="out of memory"))
+    assert read_checkpoint(Path(engine.ask().folder) / newest) == b"60"
 
 
 def test_how_a_trial_went_on_is_recorded_when_it_ends(tmp_path):

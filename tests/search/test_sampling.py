@@ -1,5 +1,6 @@
 """What a trial is given in advance: floors, the random baseline, an older study's recipes, the deploy fold's."""
 
+import dataclasses
 import json
 import math
 
@@ -9,10 +10,12 @@ from test_engine import FAMILIES, assert_whole, make_space, make_study, summary
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.line import plan_folds
 from dgsearch.recipe import decode, encode
+from dgsearch.report.snapshot import Course
 from dgsearch.search.engine import Assignment, Engine, Outcome, run_guarded
 from dgsearch.search.local import _report, run_local
 from dgsearch.search.warm import warm
 from dgsearch.search_space import space_from
+from dgsearch.selection import select
 from dgsearch.study import Fold, Specification, Study
 from dgsearch.train import Evaluation
 
@@ -185,9 +188,11 @@ def test_the_deploy_fold_begins_with_what_the_others_found_and_they_learn_nothin
     finish(alone, space, trials=8)
     assert summary(study)[:2] == summary(alone)
     queue = json.loads((study.fold_dir(2) / "queue.json").read_text())
-    assert queue["origins"] == ["fold 0", "fold 1"] and queue["parameters"]
     assert not (study.fold_dir(0) / "queue.json").exists()
-    best = [max(study.trials(n), key=lambda t: (t.state == "complete", t.best.mean)).recipe for n in (0, 1)]
+    bests = [max(study.trials(n), key=lambda t: (t.state == "complete", t.best.mean)) for n in (0, 1)]
+    assert queue["origins"] == [f"fold {t.fold} trial {t.number}" for t in bests] and queue["parameters"]
+    assert Course.of(study).queues == ((), (), tuple(p["family"] for p in queue["parameters"]))
+    best = [t.recipe for t in bests]
     given = [t.recipe for t in study.trials(2) if t.queued is not None]
     defaults = [t.recipe for t in study.trials(2)[:3]]
     assert given and given == [r for k, r in enumerate(best) if r not in [*defaults, *best[:k]]]
@@ -205,8 +210,32 @@ def test_the_deploy_fold_begins_with_what_the_others_found_and_they_learn_nothin
     assert summary(cut) == summary(study)
 
 
+@pytest.mark.parametrize("budget", [{"hours": 60 / 3600}, {"trials": 1000, "device_hours": 25 / 3600}], ids=str)
+def test_the_deploy_fold_is_searched_too_where_time_ends_the_search(tmp_path, budget):
+    space, now = make_space(), [0.0]
+    study = study_of(tmp_path / "s", space, [("bc", "a"), ("ac", "b"), ("abc", "")])
+
+    def trial(assignment, report):
+        now[0] += 1
+        return toy(assignment, lambda e: report(dataclasses.replace(e, seconds=e.step / 100)))
+
+    run_local(Engine(study, space, **budget, clock=lambda: now[0]), trial)
+    counts = [len(study.trials(fold.number)) for fold in study.folds]
+    assert min(counts) >= 10 and max(counts) - min(counts) <= 1
+    assert any(t.queued is not None for t in study.trials(2))
+    # What the others find later comes too.
+    queue = json.loads((study.fold_dir(2) / "queue.json").read_text())
+    assert len(queue["origins"]) > 2
+
+
 def run_local_one(engine, assignment):
     return run_guarded(toy, assignment, lambda e: _report(engine, assignment, e))
+
+
+def test_a_fold_without_a_complete_trial_is_named(tmp_path):
+    study = study_of(tmp_path / "s", make_space(), [("abc", "")])
+    with pytest.raises(ValueError, match="no complete trial in the fold that holds out none"):
+        select(study)
 
 
 def test_deploy_adds_a_fold_that_holds_nothing_out(images):
