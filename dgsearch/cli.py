@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -25,7 +26,18 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Build and check data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-screen = Console(stderr=True, highlight=False)
+
+
+class _Screen(Console):
+    """A console that falls silent when nobody reads it any more: that must not end a search."""
+
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere from now on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+screen = _Screen(stderr=True, highlight=False)
 
 StudyPath = Annotated[Path, typer.Argument(metavar="STUDY", help="A study directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -233,7 +245,7 @@ def search(
     if tracking_uri is not None:
         remember_uri(opened, tracking_uri)
     # A stream of its own: while a trial runs in this process, what is printed goes to that trial's log.
-    console = Console(file=sys.stderr, highlight=False) if screen.is_terminal else screen
+    console = _Screen(file=sys.stderr, highlight=False) if screen.is_terminal else screen
     began = time.perf_counter()
     try:
         with Writer(opened, uri=tracking_uri) as writer, watching(opened, console=console) as watch:

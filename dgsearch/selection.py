@@ -69,7 +69,7 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
 
     Raises:
         ValueError: for an unknown criterion, a fold without a complete trial, or a selection that was made
-            already and would now be another.
+            already and would now be another, or was evaluated and is gone.
     """
     known_or_raise("criterion", criterion, CRITERIA)
     score = CRITERIA[criterion]
@@ -90,6 +90,8 @@ def select(study: Study, *, criterion: str = "training-domain") -> Selection:
                 f"{'other trials' if before.read != digest else 'the same trials'}, and it is never overwritten; "
                 "move it away to select anew"
             )
+    elif (evaluated := path.with_name("evaluation.json")).exists():
+        raise ValueError(f"{evaluated} is of a selection that is gone: move it away too, to select anew")
     else:
         write_json(path, asdict(selection))
     return selection

@@ -111,6 +111,10 @@ def test_select_evaluate_report_status(studies, data, here):
         assert fold["target_accuracy"] == pytest.approx(_target_accuracy(study, fold, data))
     assert here("evaluate", study, "--json")[0] == json.dumps(evaluation, indent=2) + "\n"
     assert len((study / "openings.jsonl").read_text().splitlines()) == 2
+    # A new selection would stand beside the figures of the old one.
+    (study / "selection.json").rename(study / "aside")
+    assert "evaluation.json is of a selection that is gone" in here("select", study, code=2)[1]
+    (study / "aside").rename(study / "selection.json")
 
     assert "photo" in here("report", study)[0]
     markdown = here("report", study, "--format", "markdown")[0].splitlines()
@@ -283,6 +287,15 @@ def test_a_signal_ends_a_search_cleanly(sent, data, tmp_path):
             "note: the search is not finished"
             in subprocess.run([*COMMAND, "select", str(study)], capture_output=True, text=True).stderr
         )
+
+
+def test_a_search_that_nobody_reads_any_more_goes_on_to_its_end(data, tmp_path):
+    options = search_options(data, tmp_path / "s", executor="local", targets="photo")
+    search = subprocess.Popen([*COMMAND, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert search.stderr.readline()
+    search.stderr.close()
+    assert search.wait(timeout=300) == 0
+    assert [state for *_, state, _ in trials_of(tmp_path / "s")[0]].count("running") == 0
 
 
 def test_a_second_driver_is_refused(data, tmp_path, here):
