@@ -28,7 +28,7 @@ from typing import Any
 
 from dgsearch import lease
 from dgsearch.domains.layout import DomainIndex
-from dgsearch.train import Evaluation
+from dgsearch.train import Evaluation, write_whole
 
 FORMAT = 1  # of study directories: raised when an earlier dgsearch could not go on with one
 STATES = ("complete", "pruned", "failed", "running")
@@ -67,20 +67,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON aside and put it in place in one move, on the disk before it is in place."""
-    aside = path.with_name(f".{path.name}.partial")
-    with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with aside.open("w") as file:
-                json.dump(value, file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+    """Write JSON in one move, on the disk before it is in place."""
+    write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:

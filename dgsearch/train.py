@@ -95,17 +95,23 @@ def evaluation_steps(steps: int) -> list[int]:
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write a file aside and put it in place in one move, on the disk before it is in place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file aside and put it in place in one move, on the disk before it is in place, and its name too."""
     aside = path.with_name(f".{path.name}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
