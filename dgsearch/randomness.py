@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 Key = int | str | float
@@ -25,6 +26,16 @@ def generator(*keys: Key, device: torch.device | str = "cpu") -> torch.Generator
 def numpy_generator(*keys: Key) -> np.random.Generator:
     """Return a numpy generator seeded by the keys."""
     return np.random.Generator(np.random.PCG64(seed_of(*keys)))
+
+
+def normal_like(p: Tensor, chance: torch.Generator) -> Tensor:
+    """Return standard normal numbers in the shape and memory layout of a dense tensor, drawn in memory order.
+
+    Drawn into a strided tensor itself, as a convolution's weights in channels-last are, they take eight times as long.
+    """
+    return (
+        torch.empty(p.numel(), dtype=p.dtype, device=p.device).normal_(generator=chance).as_strided(p.shape, p.stride())
+    )
 
 
 def seeded(make: Callable[[], T], *keys: Key) -> T:

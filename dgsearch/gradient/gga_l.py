@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dgsearch.component import Component, Float
 from dgsearch.gradient._agreement import domain_agreement
-from dgsearch.randomness import generator
+from dgsearch.randomness import generator, normal_like
 from dgsearch.step import Intervention, Objective, Step
 
 
@@ -60,7 +60,7 @@ class NoisyGradient:
             for n, p in enumerate(parameters):
                 if p.grad is not None:
                     chance = generator(self.seed, "gga_l", step.progress.step, n, device=p.device)
-                    p.grad.addcmul_(torch.empty_like(p).normal_(generator=chance), scale)
+                    p.grad.addcmul_(normal_like(p, chance), scale)
             return total
 
         return closure

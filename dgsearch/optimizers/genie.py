@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgsearch.component import Component, Float, known_or_raise
 from dgsearch.optimizers._groups import WEIGHT_DECAY, Parameters, scaled_groups
-from dgsearch.randomness import generator
+from dgsearch.randomness import generator, normal_like
 
 FLOOR = 1e-8  # a variance that is not positive, and what is added to a squared mean
 STEEPEST = 10.0  # the largest 1/σ² that tanh is taken of
@@ -101,7 +101,7 @@ class GenieOptimizer(torch.optim.Optimizer):
             weight = weight.clamp_max_(STEEPEST).tanh_()  # τ
             if options.noise:
                 level = (weight * update.abs()).sum() / weight.sum()  # ν
-                drawn = torch.empty_like(p).normal_(generator=chance("genie noise"))
+                drawn = normal_like(p, chance("genie noise"))
                 drawn.mul_(1 - weight).mul_(level)
             if options.precondition:
                 update.mul_(weight)
