@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster_toy import Sleeper, reached, runs, trial_dirs
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from test_engine import assert_whole, make_space, make_study
 
@@ -26,8 +27,12 @@ QUICK_TO_NOTICE = {"health_check_initial_delay_ms": 1000, "health_check_period_m
 
 
 def make_cluster() -> Cluster:
-    """A cluster whose head takes no trials; GPUs are numbers only. Its sockets need a short path."""
+    """A cluster whose head takes no trials; GPUs are numbers only. Its sockets need a short path.
+
+    Ray notes the address of the latest cluster in its own folder, whichever ``temp_dir`` says, and does not make it.
+    """
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     head = {
         "num_cpus": 0,
         "include_dashboard": False,
