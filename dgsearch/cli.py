@@ -146,7 +146,7 @@ def search(
         Optional[float],  # noqa: UP045
         typer.Option(help="Hours of training times the devices reserved, over all trials."),
     ] = None,
-    floor: Annotated[int, typer.Option(min=0, help="Trials a family before the sampler chooses freely.")] = 3,
+    floor: Annotated[int, typer.Option(min=0, help="Trials every family has, given in turn with free ones.")] = 3,
     sampler: Annotated[str, typer.Option(help="tpe, or random: the baseline.")] = "tpe",
     warm_start: Annotated[
         Optional[Path],  # noqa: UP045

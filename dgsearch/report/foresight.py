@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dgsearch.report.snapshot import Course, Seen
 from dgsearch.search.budget import Spent
-from dgsearch.search.engine import REDUCTION
+from dgsearch.search.engine import IN_TURN, REDUCTION
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,11 @@ def _to_begin(course: Course, begun: Sequence[Seen], queue: Sequence[str]) -> tu
     used = max((t.queued + 1 for t in begun if t.queued is not None), default=0)
     known += [(name, False) for name in queue[used:] if name in remaining]
     had = Counter(t.family for t in begun) + Counter(name for name, _ in known)
-    known += [(name, False) for n in range(course.floor) for name in remaining if had[name] <= n]
-    return known[:room], room - len(known[:room])
+    owed = [(name, False) for n in range(course.floor) for name in remaining if had[name] <= n]
+    known = known[:room]
+    turns = sum(place % IN_TURN == 0 for place in range(len(begun) + len(known), len(begun) + room))
+    known += owed[:turns]
+    return known, room - len(known)
 
 
 def foresee(
@@ -88,9 +91,8 @@ def foresee(
     """Return what is left of a search.
 
     A family's step costs what it has cost so far, evaluations included, or what was ``measured`` (seconds, by
-    family); a family not yet seen costs the mean of those that were. Trials to begin are the defaults, which are
-    spared as the engine spares them, then queues, then floors, then free ones: of the families as often as drawn so
-    far. ``concurrent`` trials run at once, each on ``devices``. Hours and device-hours bound it: trials that run when
+    family); a family not yet seen costs the mean of those that were. Trials to begin are the defaults, of which
+    the first is spared, then queues, then floors' and free ones in turn: of the families as often as drawn so far. ``concurrent`` trials run at once, each on ``devices``. Hours and device-hours bound it: trials that run when
     they are used up go on to their end.
     """
     rungs, steps = course.rungs, course.steps
@@ -102,7 +104,7 @@ def foresee(
     usual_free = sum(w * costs.get(n, usual) for n, w in weights.items()) / max(1, sum(weights.values()))
 
     def steps_of(family: str, default: bool, after: int = 0) -> float:
-        spared = [default and (family in course.defaults[:1] or n == 0) for n in range(len(rungs))]
+        spared = [default and family in course.defaults[:1]] * len(rungs)
         return expected_steps(steps, rungs, shares, spared=spared, after=after)
 
     running = [t for t in trials if t.state == "running"]

@@ -45,12 +45,13 @@ from dgsearch.study import (
 )
 from dgsearch.train import CHECKPOINTS, RESUMED, DivergedError, Evaluation, StopTrial, evaluation_steps, read_checkpoint
 
-RUNGS = (0.1, 0.3)  # shares of a trial's steps at which it may be stopped
+RUNGS = (0.2, 0.4)  # shares of a trial's steps at which it may be stopped
 REDUCTION = 3  # one in three goes on at each rung
-FLOOR = 3  # trials a family has before the sampler chooses freely
+FLOOR = 3  # trials that every family has at least
+IN_TURN = 3  # of so many trials one is a floor's, until every family has its floor
 SAMPLERS = ("tpe", "random")
 SAMPLER_STARTUP = 10  # trials of a fold before the sampler models its families
-FIELDS_STARTUP = 1  # trials of a family before the sampler models its fields: from its published defaults on
+FIELDS_STARTUP = 2  # trials of a family before the sampler models its fields: the published defaults and one more
 REDRAWS = 100  # of a family, until one that is not given up
 OUT_OF_MEMORY = "out of memory"
 
@@ -158,7 +159,7 @@ def not_given_up(families: Sequence[str], *, begun: Iterable[str], failed: Itera
 
 
 def rungs(steps: int) -> list[int]:
-    """Return the steps at which a trial may be stopped: its evaluations at 10 % and 30 %."""
+    """Return the steps at which a trial may be stopped: its evaluations at 20 % and 40 %."""
     at = evaluation_steps(steps)
     found = {next(step for step in at if step >= share * steps) for share in RUNGS}
     return sorted(found - {steps})
@@ -431,7 +432,8 @@ class FoldSearch:
             if queue[place]["family"] in remaining:
                 return place, queue[place]
         least = min(remaining, key=self.families.count)
-        return None, {"family": least} if self.families.count(least) < self.floor else {}
+        owed = self.families.count(least) < self.floor and begun % IN_TURN == 0
+        return None, {"family": least} if owed else {}
 
     def _sampler(self, fixed: dict[str, Any] | None, *, joint: bool = False) -> optuna.samplers.BaseSampler:
         """Return a sampler of its own for each trial: a restart neither replays a stream nor loses it.
@@ -473,7 +475,7 @@ class FoldSearch:
 
     def _verdict(self, record: TrialRecord, step: int, value: float) -> bool:
         if (record.number, step) not in self.verdicts:
-            spared = record.default and (record.family == self._baseline or step == self.rungs[0])
+            spared = record.default and record.family == self._baseline
             stop = not spared and stops(value, [*self.recorded[step], value])
             line = {"trial": record.number, "step": step, "value": value, "stop": stop}
             append_line(self.folder / "verdicts.jsonl", line)

@@ -56,15 +56,14 @@ def test_a_step_costs_what_the_familys_trials_took():
 
 def test_a_search_not_begun_costs_what_was_measured():
     found = foresee(course(3), [], spent=Spent(), concurrent=1, measured={"erm": 0.1, "coral": 0.3})
-    free = 10 + 20 / 3 + 70 / 9
-    default = 30 + 70 / 3
+    free = 20 + 20 / 3 + 60 / 9  # as is every default but the first
     assert found.trials == 3
-    assert found.steps == pytest.approx(100 + default + free)
-    seconds = 100 * 0.1 + default * 0.3 + free * 0.2  # a free trial is of either family
+    assert found.steps == pytest.approx(100 + free + free)
+    seconds = 100 * 0.1 + free * 0.3 + free * 0.2  # a free trial is of either family
     assert found.seconds == found.device_seconds == pytest.approx(seconds)
     # Two at once: half of that, but no less than plain ERM's own ten seconds.
     both = foresee(course(3), [], spent=Spent(), concurrent=2, devices=0.25, measured={"erm": 0.1, "coral": 0.3})
-    assert both.seconds == pytest.approx(max(seconds / 2, default * 0.3))
+    assert both.seconds == pytest.approx(max(seconds / 2, 100 * 0.1))
     assert both.device_seconds == pytest.approx(seconds * 0.25)
 
 
@@ -75,36 +74,36 @@ def test_defaults_and_floors_that_are_left_are_counted_a_fold():
         seen(0, default=True, fold=1, step=0, state="running", seconds=0.0),
     ]
     found = foresee(course(6, folds=2, floor=2), trials, spent=Spent(), concurrent=1)
-    free = 10 + 20 / 3 + 70 / 9
-    default = 30 + 70 / 3
+    free = 20 + 20 / 3 + 60 / 9
     assert found.trials == 2 + 4 + 5
-    # Costs: erm 10 s / 100 steps, coral 10 s / 50. Fold 0: coral's rest, a floor of each, 2 free ones; fold 1: plain
-    # ERM, coral's default, a floor of each, 2 free ones.
-    coral = 50 * 0.2 + free * 0.2 + default * 0.2 + free * 0.2
+    # Costs: erm 10 s / 100 steps, coral 10 s / 50. Fold 0: coral's rest, erm's floor at trial 3, 3 free ones;
+    # fold 1: plain ERM, coral's default, the same floor, 3 free ones.
+    coral = 50 * 0.2 + free * 0.2
     erm = free * 0.1 + 100 * 0.1 + free * 0.1
-    assert found.seconds == pytest.approx(coral + erm + 4 * free * 0.15)
+    assert found.seconds == pytest.approx(coral + erm + 6 * free * 0.15)
 
 
 def test_floors_are_filled_as_the_engine_does_the_family_with_the_fewest_trials_first():
-    free, default = 10 + 20 / 3 + 70 / 9, 30 + 70 / 3
-    found = foresee(course(4, floor=3), [], spent=Spent(), concurrent=1, measured={"erm": 0.1, "coral": 0.3})
-    assert found.seconds == pytest.approx(100 * 0.1 + default * 0.3 + free * 0.1 + free * 0.3)
+    free = 20 + 20 / 3 + 60 / 9
+    found = foresee(course(7, floor=3), [], spent=Spent(), concurrent=1, measured={"erm": 0.1, "coral": 0.3})
+    floors = free * 0.1 + free * 0.3  # in the turns of trials 3 and 6; 2, 4 and 5 are free
+    assert found.seconds == pytest.approx(100 * 0.1 + free * 0.3 + floors + 3 * free * 0.2)
 
 
 def test_what_is_queued_comes_between_defaults_and_floors_unless_its_family_is_given_up():
     trials = [
         seen(0, default=True, seconds=10.0),
-        seen(1, "coral", default=True, step=10, state="pruned", seconds=3.0),
-        seen(2, "coral", step=10, state="pruned", seconds=3.0),
+        seen(1, "coral", default=True, step=20, state="pruned", seconds=6.0),
+        seen(2, "coral", step=20, state="pruned", seconds=6.0),
     ]
     trials[2] = dataclasses.replace(trials[2], queued=0)
     queued = dataclasses.replace(course(5, floor=2), queues=(("coral", "coral", "erm"),))
-    shares = shares_past((10, 30), trials)
-    free = 10 + 20 * shares[0] + 70 * shares[0] * shares[1]
+    shares = shares_past((20, 40), trials)
+    free = 20 + 20 * shares[0] + 60 * shares[0] * shares[1]
     assert foresee(queued, trials, spent=Spent(), concurrent=1).seconds == pytest.approx(free * 0.3 + free * 0.1)
     failed = [dataclasses.replace(t, state="failed") if t.family == "coral" else t for t in trials]
-    shares = shares_past((10, 30), failed)
-    free = 10 + 20 * shares[0] + 70 * shares[0] * shares[1]
+    shares = shares_past((20, 40), failed)
+    free = 20 + 20 * shares[0] + 60 * shares[0] * shares[1]
     mean = (1 * 0.1 + 2 * 0.3) / 3  # of what was drawn freely so far, which a last trial is
     assert foresee(queued, failed, spent=Spent(), concurrent=1).seconds == pytest.approx(free * 0.1 + free * mean)
 
@@ -112,7 +111,7 @@ def test_what_is_queued_comes_between_defaults_and_floors_unless_its_family_is_g
 def test_hours_and_device_hours_bound_it():
     trials = [seen(0, default=True, seconds=36.0)]
     spent = Spent(seconds=40.0, device_seconds=36.0, sessions=1)
-    each = 0.36 * (10 + 20 / 3 + 70 / 9)
+    each = 0.36 * (20 + 20 / 3 + 60 / 9)
     by_hours = foresee(course(hours=0.1), trials, spent=spent, concurrent=2)
     assert by_hours.seconds == pytest.approx(320) and by_hours.trials == pytest.approx(2 * 320 / each)
     assert by_hours.device_seconds == pytest.approx(640)

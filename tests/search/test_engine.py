@@ -75,11 +75,11 @@ def assert_whole(study, *, trials):
 def test_defaults_come_first_plain_erm_before_all_and_every_family_has_its_floor(tmp_path):
     space = make_space([FAMILIES[1], FAMILIES[2], FAMILIES[0]])
     study = make_study(tmp_path / "s", space)
-    finish(study, space, trials=12)
+    finish(study, space, trials=21)  # trials 3, 6, … 18 are the floors': two a family beside its defaults
     for fold in study.folds:
         trials = study.trials(fold.number)
-        assert [t.family for t in trials[:3]] == ["erm", "coral", "sgd"]
-        assert [t.default for t in trials] == [True] * 3 + [False] * 9
+        assert [t.family for t in trials[:4]] == ["erm", "coral", "sgd", "erm"]
+        assert [t.default for t in trials] == [True] * 3 + [False] * 18
         assert trials[0].recipe["optimizer"] == {"kind": "adam", "lr": 1e-3, "weight_decay": 0.0}
         assert trials[1].recipe["objective"] == {
             "kind": "coral",
@@ -89,7 +89,7 @@ def test_defaults_come_first_plain_erm_before_all_and_every_family_has_its_floor
         }
         for family in ("erm", "coral", "sgd"):
             assert sum(t.family == family for t in trials) >= 3
-    assert_whole(study, trials=12)
+    assert_whole(study, trials=21)
 
 
 def test_plain_erm_is_trial_0_though_the_space_does_not_hold_it(tmp_path):
@@ -127,7 +127,7 @@ def test_folds_share_the_workers_the_one_with_the_fewest_trials_first(tmp_path):
 
 
 def test_rungs_and_the_rule_of_halving():
-    assert rungs(100) == [10, 30] and rungs(300) == [30, 90] and rungs(1) == [] and rungs(3) == [1]
+    assert rungs(100) == [20, 40] and rungs(300) == [60, 120] and rungs(1) == [] and rungs(3) == [1, 2]
     assert not stops(0.5, [0.5])
     assert stops(0.4, [0.5, 0.4]) and not stops(0.6, [0.5, 0.6])
     assert not stops(0.5, [0.5, 0.5, 0.1])  # a tie goes on
@@ -135,24 +135,23 @@ def test_rungs_and_the_rule_of_halving():
     assert [stops(v, values) for v in values] == [True, True, False, False]
 
 
-def test_verdicts_follow_the_rule_and_spare_defaults(tmp_path):
+def test_verdicts_follow_the_rule_and_spare_plain_erms_default(tmp_path):
     space = make_space()
     study = make_study(tmp_path / "s", space)
     finish(study, space, trials=20)
     for fold in study.folds:
         lines = list(read_lines(study.fold_dir(fold.number) / "verdicts.jsonl"))
         trials = {t.number: t for t in study.trials(fold.number)}
-        recorded: dict[int, list[float]] = {10: [], 30: []}
+        recorded: dict[int, list[float]] = {20: [], 40: []}
         for line in lines:  # replayed through the rule, written plainly
             values = recorded[line["step"]]
             values.append(line["value"])
             among = line["value"] >= sorted(values, reverse=True)[max(1, math.ceil(len(values) / 3)) - 1]
-            spared = line["trial"] == 0 or (trials[line["trial"]].default and line["step"] == 10)
-            assert line["stop"] == (not spared and not among), line
+            assert line["stop"] == (line["trial"] != 0 and not among), line
         stopped = {line["trial"] for line in lines if line["stop"]}
         assert stopped == {n for n, t in trials.items() if t.state == "pruned"}
         assert 3 < len(stopped) < 19 and trials[0].state == "complete"
-        assert all(t.evaluations[-1].step in (10, 30) for t in trials.values() if t.state == "pruned")
+        assert all(t.evaluations[-1].step in (20, 40) for t in trials.values() if t.state == "pruned")
 
 
 def test_the_same_seed_gives_the_same_search_and_another_seed_another(tmp_path):
