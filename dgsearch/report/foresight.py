@@ -92,8 +92,9 @@ def foresee(
 
     A family's step costs what it has cost so far, evaluations included, or what was ``measured`` (seconds, by
     family); a family not yet seen costs the mean of those that were. Trials to begin are the defaults, of which
-    the first is spared, then queues, then floors' and free ones in turn: of the families as often as drawn so far. ``concurrent`` trials run at once, each on ``devices``. Hours and device-hours bound it: trials that run when
-    they are used up go on to their end.
+    the first is spared, then queues, then floors' and free ones in turn: of the families as often as drawn so far.
+    ``concurrent`` trials run at once, each on ``devices``. Hours and device-hours bound it: trials that run when they
+    are used up go on to their end.
     """
     rungs, steps = course.rungs, course.steps
     shares = shares_past(rungs, trials)
