@@ -64,11 +64,10 @@ def test_the_floor_is_as_asked_for_and_may_change_between_sessions(tmp_path):
     study = make_study(tmp_path / "s", space, folds=1)
     run(study, space, trials=9, floor=1)
     first = families(study)
-    run(study, space, trials=15, floor=5)
+    run(study, space, trials=36, floor=5)  # nine turns of the floors
     assert families(study)[:9] == first
-    counts = [first.count(f) for f in ("erm", "coral", "sgd")]
-    lacking = sum(max(0, 5 - n) for n in counts)
-    assert lacking and sum(max(0, 5 - families(study).count(f)) for f in ("erm", "coral", "sgd")) == max(0, lacking - 6)
+    assert min(first.count(f) for f in ("erm", "coral", "sgd")) < 5
+    assert min(families(study).count(f) for f in ("erm", "coral", "sgd")) >= 5
     with pytest.raises(ValueError, match="unknown sampler 'bayes'; known: random, tpe"):
         Engine(study, space, trials=1, sampler="bayes")
     with pytest.raises(ValueError, match="the floor is a number of trials a family, not -1"):
