@@ -209,7 +209,7 @@ def test_the_deploy_fold_begins_with_what_the_others_found_and_they_learn_nothin
     assert summary(cut) == summary(study)
 
 
-@pytest.mark.parametrize("budget", [{"hours": 60 / 3600}, {"trials": 1000, "device_hours": 25 / 3600}], ids=str)
+@pytest.mark.parametrize("budget", [{"hours": 60 / 3600}, {"trials": 1000, "device_hours": 40 / 3600}], ids=str)
 def test_the_deploy_fold_is_searched_too_where_time_ends_the_search(tmp_path, budget):
     space, now = make_space(), [0.0]
     study = study_of(tmp_path / "s", space, [("bc", "a"), ("ac", "b"), ("abc", "")])
