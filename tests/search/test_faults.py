@@ -21,7 +21,7 @@ from dgsearch.search.local import run_local
 from dgsearch.study import Study, read_lines
 from dgsearch.train import CHECKPOINTS, Evaluation, read_checkpoint, write_whole
 
-AT = (5, 10, 30, 60, 100)
+AT = (5, 20, 40, 60, 100)
 
 
 def toy(assignment: Assignment, report) -> Outcome:
@@ -50,13 +50,13 @@ def assert_verdicts_replay(study):
     """The recorded verdicts, given again one by one through the rule."""
     for fold in study.folds:
         records = {t.number: t for t in study.trials(fold.number)}
-        seen: dict[int, list[float]] = {10: [], 30: []}
+        seen: dict[int, list[float]] = {20: [], 40: []}
         lines = list(read_lines(study.fold_dir(fold.number) / "verdicts.jsonl"))
         assert len({(line["trial"], line["step"]) for line in lines}) == len(lines)
         for line in lines:
             seen[line["step"]].append(line["value"])
             record = records[line["trial"]]
-            spared = record.number == 0 or (record.default and line["step"] == 10)
+            spared = record.number == 0
             assert line["stop"] == (not spared and stops(line["value"], seen[line["step"]]))
 
 
