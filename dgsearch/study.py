@@ -30,7 +30,7 @@ from dgsearch import lease
 from dgsearch.domains.layout import DomainIndex
 from dgsearch.train import Evaluation, write_whole
 
-FORMAT = 1  # of study directories: raised when an earlier dgsearch could not go on with one
+FORMAT = 2  # of study directories: raised when an earlier dgsearch could not go on with one
 STATES = ("complete", "pruned", "failed", "running")
 
 
@@ -263,7 +263,7 @@ class Study:
             raise ValueError(f"{file} is not of a study: it holds no table")
         version = values.get("version") or "of an unknown version"
         # Before formats had numbers there was only the first.
-        if (found := values.pop("format", FORMAT)) != FORMAT:
+        if (found := values.pop("format", 1)) != FORMAT:
             raise ValueError(
                 f"the study {path} has format {found}, written by dgsearch {version}; this one is dgsearch "
                 f"{importlib.metadata.version('dgsearch')}, which reads format {FORMAT}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dgsearch.report.snapshot import Course, Seen
 from dgsearch.search.budget import Spent
-from dgsearch.search.engine import IN_TURN, REDUCTION
+from dgsearch.search.engine import REDUCTION, floors_turn
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,16 @@ class Foresight:
     device_seconds: float | None
 
 
-def expected_steps(
-    steps: int, rungs: Sequence[int], shares: Sequence[float], *, spared: Sequence[bool], after: int = 0
-) -> float:
+def expected_steps(steps: int, rungs: Sequence[int], shares: Sequence[float], *, after: int = 0) -> float:
     """Return how many steps a trial is expected to do from step ``after`` on.
 
-    ``shares`` is the chance that it goes on at each of ``rungs``; where ``spared``, it always does.
+    ``shares`` is the chance that it goes on at each of ``rungs``.
     """
     expected, chance, at = 0.0, 1.0, after
-    for rung, share, is_spared in zip(rungs, shares, spared, strict=True):
+    for rung, share in zip(rungs, shares, strict=True):
         if rung > after:
             expected, at = expected + chance * (rung - at), rung
-            chance *= 1.0 if is_spared else share
+            chance *= share
     return expected + chance * (steps - at)
 
 
@@ -74,7 +72,7 @@ def _to_begin(course: Course, begun: Sequence[Seen], queue: Sequence[str]) -> tu
     had = Counter(t.family for t in begun) + Counter(name for name, _ in known)
     owed = [(name, False) for n in range(course.floor) for name in remaining if had[name] <= n]
     known = known[:room]
-    turns = sum(place % IN_TURN == 0 for place in range(len(begun) + len(known), len(begun) + room))
+    turns = sum(map(floors_turn, range(len(begun) + len(known), len(begun) + room)))
     known += owed[:turns]
     return known, room - len(known)
 
@@ -105,8 +103,8 @@ def foresee(
     usual_free = sum(w * costs.get(n, usual) for n, w in weights.items()) / max(1, sum(weights.values()))
 
     def steps_of(family: str, default: bool, after: int = 0) -> float:
-        spared = [default and family in course.defaults[:1]] * len(rungs)
-        return expected_steps(steps, rungs, shares, spared=spared, after=after)
+        spared = default and family in course.defaults[:1]
+        return expected_steps(steps, rungs, [1.0] * len(rungs) if spared else shares, after=after)
 
     running = [t for t in trials if t.state == "running"]
     work = [(n, n * costs.get(t.family, usual)) for t in running if (n := steps_of(t.family, t.default, t.step)) > 0]

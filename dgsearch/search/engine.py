@@ -158,6 +158,11 @@ def not_given_up(families: Sequence[str], *, begun: Iterable[str], failed: Itera
     return [name for name in families if not failures[name] or trials[name] > failures[name]]
 
 
+def floors_turn(begun: int) -> bool:
+    """Return whether the trial that follows so many of its fold is for a family that lacks its floor, if one does."""
+    return begun % IN_TURN == 0
+
+
 def rungs(steps: int) -> list[int]:
     """Return the steps at which a trial may be stopped: its evaluations at 20 % and 40 %."""
     at = evaluation_steps(steps)
@@ -432,7 +437,7 @@ class FoldSearch:
             if queue[place]["family"] in remaining:
                 return place, queue[place]
         least = min(remaining, key=self.families.count)
-        owed = self.families.count(least) < self.floor and begun % IN_TURN == 0
+        owed = self.families.count(least) < self.floor and floors_turn(begun)
         return None, {"family": least} if owed else {}
 
     def _sampler(self, fixed: dict[str, Any] | None, *, joint: bool = False) -> optuna.samplers.BaseSampler:

@@ -20,15 +20,14 @@ def course(trials=None, *, folds=1, hours=None, device_hours=None, floor=0) -> C
 def test_expected_steps_follow_the_rungs():
     rungs = (10, 30)
     third = [1 / 3, 1 / 3]
-    free = [False, False]
-    assert expected_steps(100, rungs, third, spared=[True, True]) == 100
-    assert expected_steps(100, rungs, third, spared=free) == pytest.approx(10 + 20 / 3 + 70 / 9)
-    assert expected_steps(100, rungs, third, spared=[True, False]) == pytest.approx(30 + 70 / 3)
-    assert expected_steps(100, rungs, third, spared=free, after=10) == pytest.approx(20 + 70 / 3)
-    assert expected_steps(100, rungs, third, spared=free, after=25) == pytest.approx(5 + 70 / 3)
-    assert expected_steps(100, rungs, third, spared=free, after=30) == 70
-    assert expected_steps(100, rungs, third, spared=free, after=100) == 0
-    assert expected_steps(1, (), [], spared=[]) == 1
+    assert expected_steps(100, rungs, [1, 1]) == 100
+    assert expected_steps(100, rungs, third) == pytest.approx(10 + 20 / 3 + 70 / 9)
+    assert expected_steps(100, rungs, [1, 1 / 3]) == pytest.approx(30 + 70 / 3)
+    assert expected_steps(100, rungs, third, after=10) == pytest.approx(20 + 70 / 3)
+    assert expected_steps(100, rungs, third, after=25) == pytest.approx(5 + 70 / 3)
+    assert expected_steps(100, rungs, third, after=30) == 70
+    assert expected_steps(100, rungs, third, after=100) == 0
+    assert expected_steps(1, (), []) == 1
 
 
 def test_shares_past_the_rungs_start_at_the_rules_and_follow_the_trials():
