@@ -252,11 +252,11 @@ def search(
     ``best``, the weights of the top 5 trials a fold and of the best a family, or ``all``.
 
     Until each family has ``floor`` trials, one in three is given to the one that has the fewest; of the others the
-    ``sampler`` (tpe or random) chooses freely. Like ``trials``, both may be others in a later session, and hold
-    for the trials begun in it. ``warm_start`` is an older study whose best recipes each fold that may know them tries
-    after its defaults. ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it.
-    What ``open_study`` has not decoded on a node, its first trial there does. ``note(text)`` is called with what a person should know, such as which of a cluster's
-    nodes get no trials, and why.
+    ``sampler`` (tpe or random) chooses freely. Like ``trials``, both may be others in a later session, and hold for the
+    trials begun in it. ``warm_start`` is an older study whose best recipes each fold that may know them tries after its
+    defaults. ``cache``: where trials have decoded images, disk, memory or none; results do not depend on it. What
+    ``open_study`` has not decoded on a node, its first trial there does. ``note(text)`` is called with what a person
+    should know, such as which of a cluster's nodes get no trials, and why.
 
     Raises:
         ValueError: for a bad argument, a study that another process searches, or a trial that could not write.
