@@ -1,9 +1,11 @@
-"""What each method costs, as ratios in one run: optimizer steps, GGA's candidates, whole steps, epoch ends.
+r"""What each method costs, as ratios in one run: optimizer steps, GGA's candidates, whole steps, epoch ends.
 
-    python scripts/benchmarks/methods.py [--network mnist_cnn] [--network resnet18@none] [--repeats 15] [--threads 2]
+    python scripts/benchmarks/methods.py [--network mnist_cnn] [--network resnet18@none] [--repeats 15] [--threads 2] \
+        [--cpu]
 
 Every figure is the median over repeats of a part's seconds; the parts of one comparison take turns, so a change of
-the machine's speed meets all alike. Images are random: nothing here depends on what is learned. Batch norm is frozen.
+the machine's speed meets all alike. --cpu counts the process's CPU seconds, for a machine that others use. Images are
+random: nothing here depends on what is learned. Batch norm is frozen.
 """
 
 import argparse
@@ -64,15 +66,18 @@ class Setting:
         optimizer.step(gradient(Step(self.model, self.objective, batch, progress, closure)))
 
 
+clock = time.perf_counter
+
+
 def timed(parts: dict[str, Callable[[int], None]], repeats: int) -> dict[str, float]:
     """Return each part's median seconds; parts take turns, and the first two turns are not counted."""
     found: dict[str, list[float]] = {name: [] for name in parts}
     for n in range(repeats + 2):
         for name, part in parts.items():
-            began = time.perf_counter()
+            began = clock()
             part(n)
             if n >= 2:
-                found[name].append(time.perf_counter() - began)
+                found[name].append(clock() - began)
     return {name: statistics.median(values) for name, values in found.items()}
 
 
@@ -151,7 +156,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--scope", choices=("classifier", "network"), action="append")
+    parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
+    global clock
+    clock = time.process_time if options.cpu else time.perf_counter
     torch.set_num_threads(options.threads)
     for network in options.network or sorted(SIZES):
         setting = Setting(network)
